@@ -1,0 +1,32 @@
+// The model that a daemon serves: its shape, this rank's expert weights and the digest that peers and engines compare.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "daemon/config.h"
+#include "daemon/weights/checkpoint.h"
+#include "kernels/experts.h"
+
+namespace moed {
+
+/// Owns what `weights` points to; moves, never copies.
+struct Model {
+  Shape shape;
+  ModelWeights weights;
+  Digest digest{};
+  std::unique_ptr<Checkpoint> checkpoint;               ///< huggingface: the mapped shards
+  std::vector<std::unique_ptr<uint8_t[]>> synthetic;    ///< one block an expert
+};
+
+/// The shape alone and the bytes that its local experts will take, nothing loaded. Throws ConfigError, WeightsError.
+Shape model_shape(const Config& config);
+uint64_t local_weight_bytes(const Config& config, const Shape& shape);
+
+/// Loads this rank's experts, logging progress. Throws ConfigError or WeightsError naming file and tensor.
+Model load_model(const Config& config);
+
+}  // namespace moed

@@ -1,0 +1,127 @@
+// The seam between the daemon and what computes: one pass at a time, everything try-only, because on a GPU no CPU stands
+// between the steps of a pass.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "daemon/abi/call.h"
+#include "daemon/abi/fd.h"
+#include "daemon/abi/futex.h"
+#include "daemon/abi/record.h"
+#include "daemon/abi/shape.h"
+#include "daemon/abi/status.h"
+#include "kernels/experts.h"
+
+namespace moed {
+
+enum class HandleKind : uint32_t {
+  memfd = 1,
+  cuda_fd = 2,
+  fabric = 3,
+  address = 4,  ///< several ranks in one process (tests); never taken from the network
+};
+
+/// What a peer needs to map a segment or a doorbell. Opaque to control: 64 bytes and, for the fd kinds, a descriptor.
+struct Handle {
+  HandleKind kind = HandleKind::memfd;
+  uint64_t bytes = 0;
+  std::array<std::byte, 64> token{};
+  Fd fd;
+};
+
+enum class ArenaKind : uint32_t { host = 0, gpu = 1 };
+enum class LinkState : uint32_t { connecting = 0, mapped = 1, ready = 2, lost = 3 };
+enum class OnLostRank : uint32_t { fail = 0, drop = 1 };
+
+/// What an engine maps, sent in this order. The back end keeps mappings of its own.
+struct LaneMemory {
+  Fd host_mailbox, device_mailbox, arena;
+  uint64_t arena_bytes = 0;
+};
+
+/// Delays for drills, all 0 unless configured. for_ms: they end so long after the back end was made; 0: never.
+struct Drills {
+  uint32_t experts_delay_us = 0, loop_delay_us = 0, send_delay_us = 0, call_delay_us = 0, for_ms = 0;
+};
+
+/// What a back end is made of. Making one throws std::invalid_argument when the shape does not pass check(), and
+/// std::system_error when there is no memory.
+struct BackendOptions {
+  Shape shape;
+  ModelWeights weights;
+  uint32_t rank = 0, ranks = 1;
+  uint32_t lanes = 2, max_tokens = 128, max_call_tokens = 65536;
+  OnLostRank on_lost_rank = OnLostRank::fail;
+  uint32_t linger_us = 3, max_pairs = 8192;
+  Drills drills{};
+  uint64_t incarnation = 1;
+  bool in_process = false;  ///< give and take HandleKind::address
+};
+
+/// One call to begin. refuse: a status (draining) that ends the call at once with zeros; ok: run it.
+struct Begin {
+  int lane = 0;
+  uint64_t number = 0;  ///< of the attach's calls
+  Call call{};
+  Nanos seen = 0;       ///< when the bell was seen; times and the deadline count from here
+  Nanos deadline = 0;   ///< absolute
+  Status refuse = Status::ok;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // Before ready, and from the control thread.
+
+  /// New, zeroed memory that `rank` may write here. no_memory when there is none.
+  virtual Status make_segment(int rank, Handle& out) = 0;
+  virtual Status make_doorbell(Handle& out) = 0;
+  /// Imports, maps and touches what `rank` gave us. unsupported: a kind that cannot be imported; internal: header differs.
+  virtual Status map_segment(int rank, const Handle& segment, const Handle& doorbell) = 0;
+  /// Both segments of the link: freed when no pass begun before uses them.
+  virtual void retire(int rank) = 0;
+  /// Lane memory for one attach. no_memory, or unsupported for an arena kind that this back end lacks.
+  virtual Status open_lane(int lane, ArenaKind kind, uint64_t bytes, LaneMemory& out) = 0;
+  /// Ends what runs within 2 ms, then frees.
+  virtual void close_lane(int lane) = 0;
+  virtual void set_dry(int lane, bool on) = 0;
+
+  // From the service loop.
+
+  /// Takes a call: from here it ends in exactly one poll(), whatever its fields hold (they are checked first). busy: the
+  /// lane has a call in flight.
+  virtual Status begin(const Begin& begin) = 0;
+  /// True once, when the lane's call has ended.
+  virtual bool poll(int lane, Nanos now, CallRecord& out) = 0;
+  /// Starts or collects a serve pass; true: one has ended and `out` describes it.
+  virtual bool serve(Nanos now, ServeRecord& out) = 0;
+  /// A lost rank ends the calls that wait for it. Ready needs a mapped segment.
+  virtual void link_changed(int rank, LinkState state, uint32_t session) = 0;
+  /// Sleeps until one of `words` moves or there is something to poll or serve, at the latest until `until`.
+  virtual void sleep(std::span<const FutexWord> words, Nanos until) = 0;
+  /// Wakes sleep() from another thread.
+  virtual void wake() = 0;
+  /// Sticky: anything but ok means that this process has to end.
+  virtual Status health() = 0;
+  /// One sentence for the status returned last to this thread's caller.
+  virtual std::string last_error() = 0;
+  /// Bytes by kind: heap, weights, arena, scratch.
+  struct Memory {
+    uint64_t heap = 0, weights = 0, arena = 0, scratch = 0;
+  };
+  virtual Memory memory() = 0;
+};
+
+/// The CPU back end: the specification. Its own link is ready, session 1, from the start.
+std::unique_ptr<Backend> make_cpu_backend(BackendOptions options);
+
+/// What a back end of these options will take before it is ready, without making it.
+Backend::Memory planned_memory(const BackendOptions& options);
+
+}  // namespace moed
