@@ -112,13 +112,6 @@ uint32_t own_experts(const Config& config, const Shape& shape) {
 
 }  // namespace
 
-ModelWeights outlined_weights(const Config& config, const Shape& shape) {
-  LayerWeights layer;
-  if (config.model.source != ModelSource::identity) layer.experts.resize(own_experts(config, shape));
-  if (config.model.source == ModelSource::huggingface) layer.norm.resize(shape.latent);
-  return {std::vector<LayerWeights>(shape.layers, layer)};
-}
-
 uint64_t arena_bytes(const Config& config) { return uint64_t{config.limits.lanes} * config.limits.arena_mb * kMib; }
 
 uint64_t needed_files(const Config& config) {

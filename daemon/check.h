@@ -22,9 +22,6 @@ struct MachineFacts {
 /// Looks at this machine; changes nothing.
 MachineFacts read_machine(const Config& config);
 
-/// The weights that this rank will hold, sizes only (null tensors), for planned_memory; an identity model has none.
-ModelWeights outlined_weights(const Config& config, const Shape& shape);
-
 /// Bytes of all lanes' arenas.
 uint64_t arena_bytes(const Config& config);
 

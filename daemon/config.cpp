@@ -6,6 +6,7 @@
 #include <yaml-cpp/exceptions.h>
 #include <yaml-cpp/parser.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <map>
 #include <sstream>
@@ -46,7 +47,7 @@ class Reader : public YAML::EventHandler {
   std::vector<Setting> settings;
 
   std::string place(const YAML::Mark& mark) const {
-    return lines_ ? source_ + ":" + std::to_string(mark.line + 1) : source_;
+    return lines_ ? source_ + ":" + std::to_string(std::max(mark.line, 0) + 1) : source_;
   }
   [[noreturn]] void refuse(const YAML::Mark& mark, const std::string& why) const {
     throw ConfigError(place(mark) + ": " + why);
@@ -159,14 +160,14 @@ std::vector<Setting> read_yaml(const std::string& text, Reader reader) {
     YAML::Parser parser(stream);
     while (parser.HandleNextDocument(reader)) continue;
   } catch (const YAML::Exception& e) {
-    reader.refuse(e.mark, "not valid YAML: " + e.msg);
+    reader.refuse(e.mark, "not valid YAML: " + printable(e.msg, 200));
   }
   return std::move(reader.settings);
 }
 
 std::string read_file(const std::string& file) {
   const auto fail = [&] {
-    throw ConfigError(shown(file) + ": cannot be read: " + std::generic_category().message(errno));
+    throw ConfigError(printable(file, 4096) + ": cannot be read: " + std::generic_category().message(errno));
   };
   const Fd fd(::open(file.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) fail();
@@ -179,7 +180,7 @@ std::string read_file(const std::string& file) {
     if (n == 0) return text;
     text.append(part, static_cast<std::size_t>(n));
   }
-  throw ConfigError(shown(file) + ": has more than 1 MiB; a configuration is smaller");
+  throw ConfigError(printable(file, 4096) + ": has more than 1 MiB; a configuration is smaller");
 }
 
 /// The settings of one --set: text keys take their value as it stands, so that [::1]:80 needs no quotes.
@@ -205,7 +206,7 @@ std::vector<Setting> read_set(const std::string& set) {
 
 Config load_config(const std::string& file, std::span<const std::string> sets) {
   std::vector<Setting> settings;
-  if (!file.empty()) settings = read_yaml(read_file(file), Reader(shown(file), true, ""));
+  if (!file.empty()) settings = read_yaml(read_file(file), Reader(printable(file, 4096), true, ""));
   for (const std::string& set : sets)
     for (Setting& setting : read_set(set)) settings.push_back(std::move(setting));
 
@@ -221,8 +222,8 @@ Config load_config(const std::string& file, std::span<const std::string> sets) {
 
   const auto given = [&](std::string_view path) { return places.find(path) != places.end(); };
   if (const auto fault = find_fault(config, given)) {
-    const auto place = places.find(fault->key);
-    const std::string otherwise = file.empty() ? "configuration" : shown(file);
+    const auto place = places.find(given(fault->key) ? fault->key : fault->other);
+    const std::string otherwise = file.empty() ? "configuration" : printable(file, 4096);
     throw ConfigError((place != places.end() ? place->second : otherwise) + ": " + fault->text);
   }
   return config;

@@ -40,7 +40,7 @@ std::optional<ConfigFault> narrow(Shape& shape, const Config& config) {
   const auto fault = check(shape, config.ranks(), config.limits.max_tokens);
   if (fault.field != nullptr) {
     const std::string key = key_of(fault.field);
-    return ConfigFault{key, key + " = " + std::to_string(fault.value) + " is not " + fault.limit};
+    return ConfigFault{key, key + " = " + std::to_string(fault.value) + " is not " + fault.limit, "control.peers"};
   }
   if (!config.model.layers) return std::nullopt;
   const LayerRange served = *config.model.layers;
@@ -115,7 +115,8 @@ std::optional<ConfigFault> find_fault(const Config& config, const std::function<
   if (config.heartbeat.lost_after_ms < 2 * config.heartbeat.interval_ms)
     return ConfigFault{"heartbeat.lost_after_ms",
                        "heartbeat.lost_after_ms = " + std::to_string(config.heartbeat.lost_after_ms) +
-                           " is under twice heartbeat.interval_ms = " + std::to_string(config.heartbeat.interval_ms)};
+                           " is under twice heartbeat.interval_ms = " + std::to_string(config.heartbeat.interval_ms),
+                       "heartbeat.interval_ms"};
   if (auto fault = trust_fault(config)) return fault;
   return model_fault(config, given);
 }

@@ -212,9 +212,11 @@ ConfigKey layers() {
   return {"model.layers", expects, Kind::choice, set, get};
 }
 
-// The place of a value in a Config, const or not.
+// The place of a value in a Config, const or not; a member's name cannot stand in parentheses.
+// NOLINTBEGIN(bugprone-macro-parentheses)
 #define AT(member) \
   [](auto& c) -> auto& { return c.member; }
+// NOLINTEND(bugprone-macro-parentheses)
 
 std::vector<ConfigKey> model_keys() {
   return {
@@ -354,18 +356,22 @@ std::string nearest_key(std::string_view path) {
   return nearest;
 }
 
-std::string shown(std::string_view text, bool quoted) {
-  constexpr std::size_t kMost = 60;
+std::string printable(std::string_view text, std::size_t most) {
   constexpr char hex[] = "0123456789abcdef";
   std::string out;
-  for (const char c : text.substr(0, kMost)) {
+  for (const char c : text.substr(0, most)) {
     const auto byte = static_cast<unsigned char>(c);
     if (byte < 0x20 || byte > 0x7E)
       ((out += "\\x") += hex[byte >> 4]) += hex[byte & 15];
     else
       out += c;
   }
-  if (text.size() > kMost) out += "...";
+  if (text.size() > most) out += "...";
+  return out;
+}
+
+std::string shown(std::string_view text, bool quoted) {
+  const std::string out = printable(text, 60);
   return quoted || out.empty() || out.find(' ') != std::string::npos ? '"' + out + '"' : out;
 }
 

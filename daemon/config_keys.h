@@ -43,15 +43,19 @@ bool is_section(std::string_view path);
 /// The key or section whose name is nearest to `path`, by edit distance; a right name in the wrong section is near.
 std::string nearest_key(std::string_view path);
 
-/// What is wrong between keys: `key` is where to look, `text` begins with a key.
+/// What is wrong between keys, and which key to look at: `key`, or `other` where key was not given.
 struct ConfigFault {
   std::string key, text;
+  std::string other = {};
 };
 
 /// The first fault between keys that are each in range; `given` says whether a key was set at all.
 std::optional<ConfigFault> find_fault(const Config& config, const std::function<bool(std::string_view)>& given);
 
-/// Text for a message: one line, at most 60 bytes, control characters escaped, in quotes where that helps.
+/// One line of printable ASCII: other bytes escaped, cut after `most` bytes.
+std::string printable(std::string_view text, std::size_t most);
+
+/// A value for a message: printable, at most 60 bytes, in quotes where that helps.
 std::string shown(std::string_view text, bool quoted = false);
 
 }  // namespace moed

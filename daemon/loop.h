@@ -27,12 +27,6 @@ struct Duty {
 };
 inline constexpr Nanos kStall = 10'000'000;  ///< a turn that takes longer is counted
 
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 class Loop {
  public:
   Loop(const char* name, IdlePolicy idle, Duty duty) : idle_(idle), duty_(std::move(duty)) {

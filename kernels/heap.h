@@ -65,6 +65,8 @@ struct RowLayout {
   uint32_t weights, scales, codes, bytes;
 };
 
+inline constexpr uint32_t kMaxRowBytes = kMaxTopK * 8 + kMaxWidth / kBlock + kMaxWidth;
+
 MOED_HD constexpr RowLayout row_layout(const Shape& s) {
   RowLayout r{};
   r.weights = s.top_k * 4;

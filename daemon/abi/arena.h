@@ -14,9 +14,11 @@ struct ArenaSlot {
 
 constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-/// Slot `slot` of an arena whose slots hold `tokens` tokens: x and out BF16 [T, H], scales [T, H / 32], ids int64
+/// Slot `slot` of an arena whose slots hold `tokens` tokens: x and out BF16 [T, W], scales [T, W / 32] with W
+/// the wider of hidden and latent (a small model may have latent > hidden), ids int64
 /// [T, K] (int32 uses the first half), weights float32 [T, K], valid one int32.
 constexpr ArenaSlot arena_slot(const Shape& s, uint32_t slot, uint64_t tokens) {
+  const uint64_t width = s.hidden > s.latent ? s.hidden : s.latent;
   uint64_t at = 0;
   auto take = [&at](uint64_t bytes) {
     const uint64_t start = at;
@@ -24,11 +26,11 @@ constexpr ArenaSlot arena_slot(const Shape& s, uint32_t slot, uint64_t tokens) {
     return start;
   };
   ArenaSlot a{};
-  a.x = take(tokens * s.hidden * 2);
-  a.scales = take(tokens * ((s.hidden + kBlock - 1) / kBlock));
+  a.x = take(tokens * width * 2);
+  a.scales = take(tokens * ((width + kBlock - 1) / kBlock));
   a.ids = take(tokens * s.top_k * 8);
   a.weights = take(tokens * s.top_k * 4);
-  a.out = take(tokens * s.hidden * 2);
+  a.out = take(tokens * width * 2);
   a.valid = take(4);
   const uint64_t base = slot * at;
   return {a.x + base, a.scales + base, a.ids + base, a.weights + base, a.out + base, a.valid + base, at + base};

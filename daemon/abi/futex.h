@@ -22,6 +22,13 @@ inline Nanos now_ns() {
   return static_cast<Nanos>(t.tv_sec) * 1'000'000'000U + static_cast<Nanos>(t.tv_nsec);
 }
 
+/// Tells the core that this is a spin; nothing where no compiler built-in says so.
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 inline timespec to_timespec(Nanos ns) {
   return {static_cast<time_t>(ns / 1'000'000'000U), static_cast<long>(ns % 1'000'000'000U)};
 }
@@ -58,7 +65,8 @@ inline void futex_wait_any(std::span<const FutexWord> words, Nanos until) {
   }
   if (count == 0) return;
   const timespec t = to_timespec(until);
-  if (::syscall(SYS_futex_waitv, waits, count, 0, &t, CLOCK_MONOTONIC) < 0 && errno == ENOSYS) {
+  if (::syscall(SYS_futex_waitv, waits, count, 0, &t, CLOCK_MONOTONIC) < 0 &&
+      (errno == ENOSYS || errno == EPERM)) {  // too old a kernel, or a filter of system calls
     const Nanos limit = now_ns() + 1'000'000;
     futex_wait(words[0].word, words[0].seen, until < limit ? until : limit);
   }

@@ -50,14 +50,6 @@ constexpr Nanos kReplySlack = 100'000'000U;   // beyond the deadline, for the re
 
 thread_local Sentence attach_error;
 
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 moed_status number(Status status) { return static_cast<moed_status>(status); }
 
 moed_status lost(moed_lane& lane) {
@@ -126,7 +118,7 @@ moed_status wait_until(moed_lane& lane, moed_reply_t* out, Nanos start, Nanos un
   do {
     for (int i = 0; i < 64; ++i) {
       if (done.load(std::memory_order_acquire) == awaited) return collect(lane, out);
-      relax();
+      cpu_relax();
     }
     now = now_ns();
     if (gone(lane, now)) return lost(lane);
@@ -169,9 +161,9 @@ moed_status moed_attach(const char* socket, const moed_options* options, moed_la
     return MOED_BAD_CALL;
   }
   *out = nullptr;
-  moed_lane* lane = new (std::nothrow) moed_lane;
+  moed_lane* lane = nullptr;
   const moed_status status = guarded(attach_error, [&] {
-    if (lane == nullptr) throw std::bad_alloc();
+    lane = new moed_lane;
     return attach(*lane, socket, options, attach_error);
   });
   if (status == MOED_OK)

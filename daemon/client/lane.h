@@ -38,6 +38,7 @@ Status set_dry(moed_lane& lane, bool on, Sentence& why);
 inline Shape slot_shape(const Info& info) {
   Shape shape;
   shape.hidden = info.hidden;
+  shape.latent = info.latent;
   shape.top_k = info.top_k;
   return shape;
 }

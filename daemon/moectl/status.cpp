@@ -55,6 +55,12 @@ std::string age(double ms) {
   return text;
 }
 
+std::string microseconds(double us) {
+  std::string text;
+  append(text, us < 10 ? "%.1f us" : "%.0f us", us);
+  return text;
+}
+
 std::string readiness(const Json& state) {
   if (get(state, "ready", false)) return "ready";
   std::string missing;
@@ -72,7 +78,7 @@ std::string lanes_line(const Json& state) {
     who += ", pid " + std::to_string(get(lane, "pid", uint64_t{0}));
   }
   std::string line = "lanes";
-  if (const uint64_t all = get(state, "lanes_max", uint64_t{0}); all > 0) line += " " + std::to_string(all);
+  if (const uint64_t all = get(child(state, "limits"), "lanes", uint64_t{0}); all > 0) line += " " + std::to_string(all);
   line += ": " + std::to_string(lanes.size()) + " attached" + (who.empty() ? "" : " (" + who + ")");
   const Json& calls = child(state, "calls");
   uint64_t other = 0;
@@ -80,7 +86,7 @@ std::string lanes_line(const Json& state) {
     if (status != "ok" && count.is_number_unsigned()) other += count.get<uint64_t>();
   line += "   calls " + std::to_string(get(calls, "ok", uint64_t{0})) + " ok, " + std::to_string(other) + " other";
   const Json& us = child(state, "call_us");
-  append(line, "   p50 %.3g us  p99 %.3g us\n", get(us, "p50", 0.0), get(us, "p99", 0.0));
+  line += "   p50 " + microseconds(get(us, "p50", 0.0)) + "  p99 " + microseconds(get(us, "p99", 0.0)) + "\n";
   return line;
 }
 

@@ -129,7 +129,11 @@ class CpuBackend final : public Backend {
 
   void retire(int rank) override {
     if (!known(rank)) return;
-    update([&](Links& links) { links[rank].mine = links[rank].theirs = links[rank].doorbell = nullptr; });
+    update([&](Links& links) {
+      Link& link = links[rank];
+      if (link.state != LinkState::connecting) link.state = LinkState::lost;
+      link.mine = link.theirs = link.doorbell = nullptr;
+    });
   }
 
   Status open_lane(int lane, ArenaKind kind, uint64_t bytes, LaneMemory& out) override {
@@ -142,10 +146,18 @@ class CpuBackend final : public Backend {
     if (!mapping || !mailbox)
       return fail(Status::no_memory, "no memory for an arena of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
     Lane& l = *lanes_[lane];
-    const std::lock_guard lock(l.mutex);
-    l.arena = std::move(mapping);
-    l.dry = false;
-    l.pass.abandon();
+    {
+      const std::lock_guard lock(l.mutex);
+      try {
+        l.pass.reserve();
+      } catch (const std::bad_alloc&) {
+        return fail(Status::no_memory, "no memory for the ids and weights of limits.max_call_tokens tokens");
+      }
+      l.pass.abandon();
+      l.arena = std::move(mapping);
+      l.dry = false;
+      l.arena_bytes.store(bytes, std::memory_order_relaxed);
+    }
     out.host_mailbox = std::move(mailbox);
     out.arena = std::move(arena);
     out.arena_bytes = bytes;
@@ -154,9 +166,11 @@ class CpuBackend final : public Backend {
 
   void close_lane(int lane) override {
     Lane& l = *lanes_[lane];
+    Mapping arena;  // unmapped after the lock is given back
     const std::lock_guard lock(l.mutex);
     l.pass.abandon();
-    l.arena = Mapping();
+    l.arena_bytes.store(0, std::memory_order_relaxed);
+    arena = std::move(l.arena);
   }
 
   void set_dry(int lane, bool on) override {
@@ -218,15 +232,10 @@ class CpuBackend final : public Backend {
   }
 
   Memory memory() override {
-    Memory m;
-    const std::shared_ptr<const Links> links = links_now();
-    for (const Link& link : *links) m.heap += link.mine ? link.mine->mapping.bytes() : 0;
-    m.scratch = serve_->scratch_bytes();
-    for (const auto& lane : lanes_) {
-      const std::lock_guard lock(lane->mutex);
-      m.arena += lane->arena.bytes();
-    }
-    m.weights = planned_memory(common_.options).weights;
+    Memory m = planned_memory(common_.options);  // weights and scratch are what was planned
+    m.heap = 0;
+    for (const Link& link : *links_now()) m.heap += link.mine ? link.mine->mapping.bytes() : 0;
+    for (const auto& lane : lanes_) m.arena += lane->arena_bytes.load(std::memory_order_relaxed);
     return m;
   }
 
@@ -235,6 +244,7 @@ class CpuBackend final : public Backend {
     Lane(const Common& common, uint32_t lane) : pass(common, lane) {}
     std::mutex mutex;  // control opens and closes, service begins and polls
     Mapping arena;
+    std::atomic<uint64_t> arena_bytes{0};  // for memory(), which must not wait for the service thread
     bool dry = false;
     CallPass pass;
   };
@@ -346,8 +356,10 @@ Backend::Memory planned_memory(const BackendOptions& o) {
   const SegmentLayout layout = segment_layout(o.shape, o.lanes, o.max_tokens);
   Backend::Memory m;
   m.heap = layout.bytes * o.ranks;
-  const uint64_t pairs = std::max(o.shape.top_k * o.max_tokens, o.max_pairs);
-  m.scratch = (pairs * o.shape.latent + cpu::experts_scratch(o.shape)) * sizeof(float);
+  const uint64_t pairs = cpu::pass_pairs(o);
+  const uint64_t rows = pairs / o.shape.top_k;
+  m.scratch = (pairs * o.shape.latent + cpu::experts_scratch(o.shape)) * sizeof(float) + rows * row_layout(o.shape).bytes +
+              pairs * (sizeof(Pair) + sizeof(uint32_t)) + rows * sizeof(Rows::Place);
   for (const LayerWeights& layer : o.weights.layers)
     m.weights += layer.experts.size() * expert_bytes(o.shape) + layer.norm.size() * sizeof(uint16_t);
   return m;

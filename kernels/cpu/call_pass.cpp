@@ -10,8 +10,6 @@
 namespace moed::cpu {
 namespace {
 
-constexpr uint32_t kMaxRowBytes = kMaxTopK * 8 + kMaxWidth / kBlock + kMaxWidth;
-
 uint32_t saturated(uint64_t ns) { return static_cast<uint32_t>(std::min<uint64_t>(ns, UINT32_MAX)); }
 
 void add_saturating(uint32_t& total, uint64_t ns) { total = saturated(uint64_t{total} + ns); }
@@ -104,6 +102,13 @@ bool reduce(const ReduceArgs& a, uint32_t& culprit) {
     }
   }
   return true;
+}
+
+void CallPass::reserve() {
+  const BackendOptions& o = common_.options;
+  ids_.reserve(uint64_t{o.max_call_tokens} * o.shape.top_k);
+  weights_.reserve(uint64_t{o.max_call_tokens} * o.shape.top_k);
+  to_.reserve(o.ranks);
 }
 
 void CallPass::begin(const Begin& begin, std::shared_ptr<const Links> links, std::byte* arena, uint64_t arena_bytes,

@@ -42,6 +42,12 @@ struct Common {
   Nanos made = 0;                    ///< when the back end was made
 };
 
+/// Most (row, local expert) pairs of one pass: one whole call always fits.
+inline uint64_t pass_pairs(const BackendOptions& o) {
+  const uint64_t call = uint64_t{o.shape.top_k} * o.max_tokens;
+  return call > o.max_pairs ? call : o.max_pairs;
+}
+
 Doorbell& doorbell_of(const Region& region);
 /// Wakes the owner of a doorbell if it sleeps.
 void ring(const Region& doorbell);
@@ -54,6 +60,8 @@ class CallPass {
   explicit CallPass(const Common& common, uint32_t lane) : common_(common), lane_(lane) {}
 
   bool busy() const { return state_ != State::idle; }
+  /// Room for the routing of the largest call, so that no call allocates. May throw std::bad_alloc.
+  void reserve();
   /// Takes a call; links: the present picture; arena: the lane's.
   void begin(const Begin& begin, std::shared_ptr<const Links> links, std::byte* arena, uint64_t arena_bytes, bool dry);
   /// Advances; true once when the call has ended.
@@ -102,7 +110,6 @@ class ServePass {
   /// Looks at all call lines, starts a pass or collects one. True: one has ended.
   bool step(Nanos now, const std::shared_ptr<const Links>& links, ServeRecord& out);
   void woke(Nanos now) { last_look_ = now > last_look_ ? now : last_look_; }
-  uint64_t scratch_bytes() const;
 
  private:
   enum class State : uint32_t { idle, running, ended, stop };

@@ -1,6 +1,7 @@
 // The serve pass: look, choose, gather, plan, experts, send, in this order from top to bottom. Nothing after gather
 // reads what peers can write.
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <tuple>
@@ -41,7 +42,7 @@ bool is_local(int32_t id, uint32_t first, uint32_t end) {
 void gather(const GatherArgs& a) {
   const Shape& s = *a.shape;
   const RowLayout at = row_layout(s);
-  std::vector<std::byte> row(at.bytes);
+  alignas(16) std::array<std::byte, kMaxRowBytes> row;
   Rows& rows = *a.rows;
   rows.count = 0;
   rows.place.clear();
@@ -106,8 +107,8 @@ void send(const SendArgs& a) {
   const Shape& s = *a.shape;
   const uint32_t first = first_expert(s, a.rank, a.ranks);
   const uint32_t end = first_expert(s, a.rank + 1, a.ranks);
-  std::vector<float> sum(s.latent);
-  std::vector<uint16_t> partial(s.latent);
+  std::array<float, kMaxWidth> sum;
+  std::array<uint16_t, kMaxWidth> partial;
   for (uint32_t r = 0; r < a.rows->count; ++r) {
     const Source& source = a.sources[a.rows->place[r].source];
     const uint64_t slots = uint64_t{r} * s.top_k;
@@ -121,7 +122,7 @@ void send(const SendArgs& a) {
         sum[c] = x * weight;
       }
     } else {
-      std::fill(sum.begin(), sum.end(), 0.0F);
+      std::fill_n(sum.begin(), s.latent, 0.0F);
       for (uint32_t k = 0; k < s.top_k; ++k) {
         const uint32_t pair = a.plan->pair_of[slots + k];
         if (pair == kNoPair) continue;
@@ -138,9 +139,18 @@ void send(const SendArgs& a) {
 
 ServePass::ServePass(const Common& common) : common_(common) {
   const BackendOptions& o = common.options;
-  const uint64_t pairs = std::max(o.shape.top_k * o.max_tokens, o.max_pairs);
+  const uint64_t pairs = pass_pairs(o);
+  const uint64_t rows = pairs / o.shape.top_k;
   watch_.resize(uint64_t{o.ranks} * common.layout.lanes_all);
-  // Not touched before a pass needs it: the pages are the system's until then.
+  sources_.reserve(watch_.size());
+  // Taken once, so that no pass allocates; not touched before a pass needs it: the pages are the system's until then.
+  rows_.place.reserve(rows);
+  rows_.ids.reserve(rows * o.shape.top_k);
+  rows_.weights.reserve(rows * o.shape.top_k);
+  rows_.scales.reserve(rows * (o.shape.latent / kBlock));
+  rows_.codes.reserve(rows * o.shape.latent);
+  plan_.pairs.reserve(pairs);
+  plan_.pair_of.reserve(pairs);
   pairs_ = std::make_unique_for_overwrite<float[]>(pairs * o.shape.latent);
   scratch_ = std::make_unique_for_overwrite<float[]>(experts_scratch(o.shape));
   thread_ = std::thread([this] { run(); });
@@ -207,7 +217,7 @@ bool ServePass::worth_starting(Nanos now) const {
 /// Takes whole sources, from the one after the one served last, while they fit.
 void ServePass::choose(Nanos now, const std::shared_ptr<const Links>& links) {
   const BackendOptions& o = common_.options;
-  const uint64_t limit = std::max(o.shape.top_k * o.max_tokens, o.max_pairs);
+  const uint64_t limit = pass_pairs(o);
   const uint32_t lanes = common_.layout.lanes_all;
   uint64_t pairs = 0;
   bool full = false;
@@ -322,12 +332,6 @@ void ServePass::run() {
     futex_wake(futex_address(state_));
     ring(*common_.doorbell);
   }
-}
-
-uint64_t ServePass::scratch_bytes() const {
-  const BackendOptions& o = common_.options;
-  const uint64_t pairs = std::max(o.shape.top_k * o.max_tokens, o.max_pairs);
-  return (pairs * o.shape.latent + experts_scratch(o.shape)) * sizeof(float);
 }
 
 }  // namespace moed::cpu

@@ -161,10 +161,12 @@ struct Array {
   uint64_t at, bytes;
 };
 
+/// Rows are as wide as the wider of hidden and latent.
 std::vector<Array> arrays_of(const Shape& s, const ArenaSlot& a, uint64_t tokens) {
-  return {{a.x, tokens * s.hidden * 2},   {a.scales, tokens * ((s.hidden + 31) / 32)},
-          {a.ids, tokens * s.top_k * 8},  {a.weights, tokens * s.top_k * 4},
-          {a.out, tokens * s.hidden * 2}, {a.valid, 4}};
+  const uint64_t width = std::max(s.hidden, s.latent);
+  return {{a.x, tokens * width * 2},     {a.scales, tokens * ((width + 31) / 32)},
+          {a.ids, tokens * s.top_k * 8}, {a.weights, tokens * s.top_k * 4},
+          {a.out, tokens * width * 2},   {a.valid, 4}};
 }
 
 TEST(Arena, SlotsAreAlignedAndDisjoint) {

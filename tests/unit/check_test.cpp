@@ -124,15 +124,6 @@ TEST(Check, ReportHasYamlTableAndLacks) {
   EXPECT_TRUE(matches(poor, "\nthis machine lacks\n  futex_waitv: [^\n]+\n$")) << poor;
 }
 
-TEST(Check, OutlinedWeightsHaveTheRankOwnExperts) {
-  const Config config =
-      loaded({"model.source=synthetic", "control.peers=[localhost:1, localhost:2, localhost:3]", "rank=2"});
-  const auto weights = outlined_weights(config, configured_shape(config));
-  ASSERT_EQ(weights.layers.size(), 2U);
-  EXPECT_EQ(weights.layers[1].experts.size(), 11U);  // 32 over 3: 10, 11, 11
-  EXPECT_TRUE(outlined_weights(Config{}, configured_shape(Config{})).layers[0].experts.empty());
-}
-
 TEST(ReadMachine, SeesThisMachine) {
   char name[] = "/tmp/moed-check-XXXXXX";
   const std::string directory = ::mkdtemp(name);

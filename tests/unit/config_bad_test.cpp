@@ -82,6 +82,8 @@ const std::vector<Bad> kBad = {
     {"group: abc\nrun_dir: /" + std::string(87, 'd'), "c.yaml:2: run_dir = \"/ddd"},
     {"rank: 1", "c.yaml:1: rank = 1 is outside 0..0: control.peers has 1 entry"},
     {"rank: 128", "c.yaml:1: rank = 128 is outside 0..127"},
+    {"\ncontrol: {peers: ['localhost:1', 'localhost:2']}\n\nmodel: {shape: {experts: 1}}",
+     "c.yaml:4: model.shape.experts = 1 is not at least one a rank"},
     {"control: {peers: []}", "c.yaml:1: control.peers has 0 entries, outside 1..128"},
     {"control: {peers: localhost:1}",
      "c.yaml:1: control.peers = localhost:1 is not a list of 1 to 128 entries host:port"},
@@ -106,7 +108,7 @@ const std::vector<Bad> kBad = {
     {"http: {listen: 'localhost:99999'}", "c.yaml:1: http.listen = \"localhost:99999\" is not host:port"},
     {"http: {listen: '[::g]:1'}", "c.yaml:1: http.listen = \"[::g]:1\" is not host:port"},
     {"heartbeat: {interval_ms: 600}",
-     "c.yaml: heartbeat.lost_after_ms = 1000 is under twice heartbeat.interval_ms = 600"},
+     "c.yaml:1: heartbeat.lost_after_ms = 1000 is under twice heartbeat.interval_ms = 600"},
     {"metrics: {experts: yes}", "c.yaml:1: metrics.experts = yes is not true or false"},
     {"metrics: {experts: 1}", "c.yaml:1: metrics.experts = 1 is not true or false"},
     {"metrics: {experts: \"true\"}", "c.yaml:1: metrics.experts = \"true\" is not true or false"},
@@ -130,6 +132,7 @@ const std::vector<Bad> kBad = {
     {"a: b: c\n", "~"},
     {"rank: \"0\n", "~not valid YAML"},
     {"\trank: 0\n", "~"},
+    {"%YAML 1.\x01\xff\n---\nrank: 0\n", "c.yaml:1: not valid YAML: bad YAML version: 1.\\x01\\xff"},
     {std::string("rank: 0\0", 8), "~NUL byte"},
 };
 

@@ -249,6 +249,7 @@ TEST(Http, ARequestWithinTheLimitsPasses) {
 TEST(Http, ASlowSenderIsDropped) {
   HttpOptions options;
   options.read_timeout = milliseconds(200);
+  options.write_timeout = std::chrono::hours(1);
   Server server(options);
   Client slow(server.port());
   ASSERT_TRUE(slow.send("GET /metrics HTTP/1.1\r\n"));
@@ -268,6 +269,7 @@ TEST(Http, ASlowSenderIsDropped) {
 
 TEST(Http, ASlowReaderIsDropped) {
   HttpOptions options;
+  options.read_timeout = std::chrono::hours(1);
   options.write_timeout = milliseconds(200);
   Server server(options);
   Client slow(server.port(), 4096);

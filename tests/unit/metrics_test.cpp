@@ -209,7 +209,7 @@ TEST(Metrics, PeersAreBlamedByCause) {
   r.last = 1;
   r.ranks[0] = 0b1101;
   m.call_ended(r, 0);
-  r.last = 3;
+  r.last = kNoRank - 1;
   r.status = static_cast<uint32_t>(Status::peer_timeout);
   m.call_ended(r, 0);
   const std::string text = m.text(gauges());

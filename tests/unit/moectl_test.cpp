@@ -88,7 +88,7 @@ TEST(Status, MakesATable) {
   const std::string table =
       status_table(R"({"rank":0,"ranks":4,"ready":false,"missing":["link 3: lost"],"backend":"cpu",
     "transport":"heap","sharing":"","incarnation":"5f0c81d2a7e94b10","uptime_s":12.1,"version":"0.1.0",
-    "lanes_max":2,"lanes":[{"lane":1,"name":"engine-a","pid":4711,"calls":51234}],"calls":{"ok":51234,"bad_route":2,"dry":1},
+    "limits":{"lanes":2},"lanes":[{"lane":1,"name":"engine-a","pid":4711,"calls":51234}],"calls":{"ok":51234,"bad_route":2,"dry":1},
     "call_us":{"p50":41,"p99":88},"peers":[
     {"rank":1,"link":"ready","heartbeat_ms":42,"wait_s":1.0,"last":15871,"losses":0},
     {"rank":2,"link":"ready","heartbeat_ms":17,"wait_s":3.0,"last":18034,"losses":0},
@@ -107,7 +107,7 @@ TEST(Status, ReadsWhatItDoesNotExpect) {
   EXPECT_EQ(status_table("[1]"), "");
   EXPECT_EQ(status_table(R"({"rank":"x","peers":[],"lanes":[],"calls":{"ok":-1.5,"x":{}},"missing":[1]})"),
             "rank 0 of 0  not ready     incarnation   uptime 0 s  version unknown\n"
-            "lanes: 0 attached   calls 0 ok, 0 other   p50 0 us  p99 0 us\n");
+            "lanes: 0 attached   calls 0 ok, 0 other   p50 0.0 us  p99 0.0 us\n");
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -98,8 +99,8 @@ TEST(Report, EveryPairOfBytesBecomesHarmless) {
   ASSERT_EQ(json["missing"].size(), pairs.size());
   for (const Json& text : json["missing"]) {
     const std::string& s = text.get_ref<const std::string&>();
-    EXPECT_TRUE(s.ends_with("z")) << s;
-    for (const char c : s) EXPECT_TRUE((static_cast<unsigned char>(c) >= 0x20) && c != 0x7F) << text;
+    const bool control = std::ranges::any_of(s, [](unsigned char c) { return c < 0x20 || c == 0x7F; });
+    if (control || s.back() != 'z') ADD_FAILURE() << text;
   }
 }
 

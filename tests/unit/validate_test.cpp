@@ -235,16 +235,19 @@ TEST(Validate, AnArrayLargerThanTheArenaIsRefused) {
 }
 
 TEST(Validate, ACallInASlotPassesTheCheck) {
-  const Shape s = small_shape();
-  const uint32_t tokens = slot_tokens(s, 2, kArena, 4096);
-  ASSERT_GT(tokens, 0U);
-  for (const uint32_t kind : {0U, 1U}) {
-    for (uint32_t flags = 0; flags <= kFlagsAll; ++flags) {
-      const ArenaSlot a = arena_slot(s, 1, tokens);
-      Call c{};
-      c.kind = kind, c.layer = 2, c.tokens = tokens, c.flags = flags;
-      c.x = a.x, c.scales = a.scales, c.ids = a.ids, c.weights = a.weights, c.out = a.out, c.valid = a.valid;
-      EXPECT_EQ(validate(c, limits()).status, Status::ok) << kind << " " << flags;
+  for (const uint32_t hidden : {512U, 8U}) {  // 8: a model whose latent is wider than its hidden state
+    CallLimits m = limits();
+    m.shape.hidden = hidden;
+    const uint32_t tokens = slot_tokens(m.shape, 2, kArena, 4096);
+    ASSERT_GT(tokens, 0U);
+    const ArenaSlot a = arena_slot(m.shape, 1, tokens);
+    for (const uint32_t kind : {0U, 1U}) {
+      for (uint32_t flags = 0; flags <= kFlagsAll; ++flags) {
+        Call c{};
+        c.kind = kind, c.layer = 2, c.tokens = tokens, c.flags = flags;
+        c.x = a.x, c.scales = a.scales, c.ids = a.ids, c.weights = a.weights, c.out = a.out, c.valid = a.valid;
+        EXPECT_EQ(validate(c, m).status, Status::ok) << hidden << " " << kind << " " << flags;
+      }
     }
   }
 }

@@ -1,0 +1,206 @@
+// A real daemon as a child process, in a run directory of its own, and a lane of it through libmoed.
+#pragma once
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "daemon/client/moed.h"
+
+namespace moed::test {
+
+inline void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+inline std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+/// A directory under /tmp that goes with the object.
+class TempDir {
+ public:
+  TempDir() {
+    char pattern[] = "/tmp/moed-test-XXXXXX";
+    if (::mkdtemp(pattern) == nullptr) throw std::runtime_error("mkdtemp failed");
+    path_ = pattern;
+  }
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+  ~TempDir() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+/// Starts `arguments` with stderr going to a file.
+inline pid_t spawn(const std::vector<std::string>& arguments, const std::string& log) {
+  std::vector<char*> argv;
+  for (const std::string& a : arguments) argv.push_back(const_cast<char*>(a.c_str()));
+  argv.push_back(nullptr);
+  const pid_t pid = ::fork();
+  if (pid < 0) throw std::runtime_error("fork failed");
+  if (pid != 0) return pid;
+  const int fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
+  ::dup2(fd, STDERR_FILENO);
+  ::dup2(fd, STDOUT_FILENO);
+  ::execv(argv[0], argv.data());
+  ::_exit(127);
+}
+
+/// Waits for a child at most `ms`; its wait status, or -1 when it still runs.
+inline int wait_for(pid_t pid, int ms) {
+  for (int waited = 0;; waited += 5) {
+    int status = 0;
+    if (::waitpid(pid, &status, WNOHANG) == pid) return status;
+    if (waited >= ms) return -1;
+    sleep_ms(5);
+  }
+}
+
+class Daemon {
+ public:
+  /// sets: "a.b=c". The http port is any free one unless set.
+  explicit Daemon(std::vector<std::string> sets, std::string run_dir = {})
+      : sets_(std::move(sets)), run_dir_(run_dir.empty() ? dir_.path() : std::move(run_dir)) {
+    start();
+    wait_ready();
+  }
+  Daemon(const Daemon&) = delete;
+  Daemon& operator=(const Daemon&) = delete;
+  ~Daemon() {
+    if (pid_ > 0) {
+      ::kill(pid_, SIGKILL);
+      ::waitpid(pid_, nullptr, 0);
+    }
+  }
+
+  std::string socket() const { return run_dir_ + "/moed/0.sock"; }
+  std::string log() const { return read_file(log_path()); }
+  pid_t pid() const { return pid_; }
+
+  void signal(int number) const { ::kill(pid_, number); }
+
+  /// Ends it with SIGTERM; its exit code, -1 when it does not leave within 10 s.
+  int stop() {
+    signal(SIGTERM);
+    return reap(10'000);
+  }
+
+  int reap(int ms) {
+    const int status = wait_for(pid_, ms);
+    if (status == -1) return -1;
+    pid_ = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  }
+
+  void restart() {
+    signal(SIGKILL);
+    reap(10'000);
+    start();
+    wait_ready();
+  }
+
+ private:
+  std::string log_path() const { return dir_.path() + "/log"; }
+
+  void start() {
+    std::vector<std::string> arguments{MOED_BINARY, "serve", "--set", "run_dir=" + run_dir_, "--set", "http.listen=127.0.0.1:0"};
+    for (const std::string& s : sets_) {
+      arguments.emplace_back("--set");
+      arguments.push_back(s);
+    }
+    ready_before_ = count_ready();
+    pid_ = spawn(arguments, log_path());
+  }
+
+  size_t count_ready() const {
+    const std::string text = log();
+    size_t count = 0;
+    for (size_t at = text.find(" info ready "); at != std::string::npos; at = text.find(" info ready ", at + 1)) ++count;
+    return count;
+  }
+
+  void wait_ready() {
+    for (int i = 0; i < 6000; ++i) {
+      if (count_ready() > ready_before_) return;
+      int status = 0;
+      if (::waitpid(pid_, &status, WNOHANG) == pid_) {
+        pid_ = 0;
+        throw std::runtime_error("the daemon ended: " + log());
+      }
+      sleep_ms(5);
+    }
+    throw std::runtime_error("the daemon is not ready after 30 s: " + log());
+  }
+
+  TempDir dir_;
+  std::vector<std::string> sets_;
+  std::string run_dir_;
+  pid_t pid_ = 0;
+  size_t ready_before_ = 0;
+};
+
+/// One lane through libmoed; detaches at the end.
+class Lane {
+ public:
+  explicit Lane(const std::string& socket, moed_options options = {}) {
+    options.size = sizeof options;
+    const moed_status status = moed_attach(socket.c_str(), &options, &lane_);
+    if (status != MOED_OK) throw std::runtime_error(std::string(moed_status_name(status)) + ": " + moed_last_error(nullptr));
+    info_.size = sizeof info_;
+    if (moed_get_info(lane_, &info_) != MOED_OK) throw std::runtime_error(moed_last_error(lane_));
+  }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+  ~Lane() { moed_detach(lane_); }
+
+  moed_lane* get() const { return lane_; }
+  const moed_info& info() const { return info_; }
+  uint8_t* arena() const { return static_cast<uint8_t*>(moed_arena(lane_)); }
+
+  /// Offsets of slot 0, for `tokens` tokens of the routed kind.
+  moed_call_t slot(uint32_t layer, uint32_t tokens) const {
+    moed_call_t call{};
+    if (moed_slot(lane_, 0, &call) != MOED_OK) throw std::runtime_error(moed_last_error(lane_));
+    call.layer = layer;
+    call.tokens = tokens;
+    call.valid = 0;
+    return call;
+  }
+
+  template <class T>
+  void put(uint64_t offset, const std::vector<T>& values) const {
+    if (!values.empty()) std::memcpy(arena() + offset, values.data(), values.size() * sizeof(T));
+  }
+
+  std::vector<uint16_t> out(const moed_call_t& call) const {
+    std::vector<uint16_t> rows(uint64_t{call.tokens} * info_.latent);
+    if (!rows.empty()) std::memcpy(rows.data(), arena() + call.out, rows.size() * 2);
+    return rows;
+  }
+
+ private:
+  moed_lane* lane_ = nullptr;
+  moed_info info_{};
+};
+
+}  // namespace moed::test

@@ -1,0 +1,268 @@
+// Who may attach, what a daemon does with garbage on its socket, how it leaves, and what an engine sees of its death.
+#include <gtest/gtest.h>
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <random>
+
+#include "daemon/abi/attach.h"
+#include "daemon/abi/futex.h"
+#include "daemon/abi/socket.h"
+#include "tests/support/process.h"
+
+namespace moed {
+namespace {
+
+using test::Daemon;
+using test::Lane;
+
+/// Options with everything left out but what `set` sets.
+template <class Set>
+moed_options with(Set set) {
+  moed_options options{};
+  set(options);
+  return options;
+}
+
+std::string attach_error(const Daemon& daemon, moed_options options, moed_status want) {
+  options.size = sizeof options;
+  moed_lane* lane = nullptr;
+  EXPECT_EQ(moed_attach(daemon.socket().c_str(), &options, &lane), want);
+  EXPECT_EQ(lane, nullptr);
+  moed_detach(lane);
+  return moed_last_error(nullptr);
+}
+
+void expect_in(const std::string& text, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in: " << text;
+}
+
+moed_status empty_call(const Lane& lane) {
+  moed_call_t call = lane.slot(MOED_LAYER_IDENTITY, 0);
+  moed_reply_t reply{};
+  return moed_call(lane.get(), &call, &reply);
+}
+
+Fd raw_connection(const Daemon& daemon) {
+  Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  daemon.socket().copy(address.sun_path, sizeof address.sun_path - 1);
+  EXPECT_EQ(::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  const timeval limit{5, 0};
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  return fd;
+}
+
+TEST(Attach, EachRefusalSaysWhy) {
+  Daemon daemon({"limits.lanes=1", "limits.arena_mb=2"});
+  const Lane holder(daemon.socket(), with([](auto& o) { o.name = "engine-a"; }));
+  expect_in(attach_error(daemon, {}, MOED_BUSY), {"1 lanes are taken", "engine-a", std::to_string(::getpid()).c_str()});
+  expect_in(attach_error(daemon, with([](auto& o) { o.arena_bytes = (2 << 20) + 1; }), MOED_NO_MEMORY), {"2097153", "2097152", "arena_mb"});
+  expect_in(attach_error(daemon, with([](auto& o) { o.arena_bytes = 4096; }), MOED_NO_MEMORY), {"4096", "holds no token"});
+  uint8_t digest[32] = {1, 2, 3};
+  expect_in(attach_error(daemon, with([&](auto& o) { o.model_digest = digest; }), MOED_VERSION), {"model digest", "0102030000000000"});
+  attach_error(daemon, with([](auto& o) { o.arena = 1; }), MOED_UNSUPPORTED);
+  EXPECT_EQ(empty_call(holder), uint32_t{MOED_OK});
+  Attach old;
+  old.abi = 99;
+  const Fd fd = raw_connection(daemon);
+  ASSERT_TRUE(send_message(fd.get(), &old, sizeof old));
+  Attached answer;
+  std::vector<Fd> fds;
+  ASSERT_EQ(receive_message(fd.get(), std::as_writable_bytes(std::span(&answer, 1)), fds), static_cast<ssize_t>(sizeof answer));
+  EXPECT_EQ(answer.status, static_cast<uint32_t>(Status::version));
+  EXPECT_TRUE(fds.empty());
+  expect_in(answer.text, {"abi 99", "here 1"});
+  EXPECT_EQ(daemon.stop(), 0);
+}
+
+TEST(Attach, TheRightDigestIsWelcome) {
+  Daemon daemon({});
+  const Lane first(daemon.socket());
+  const Lane second(daemon.socket(), with([&](auto& o) { o.model_digest = first.info().model_digest; }));
+  EXPECT_EQ(empty_call(second), uint32_t{MOED_OK});
+}
+
+TEST(Attach, GarbageClosesItsConnectionAndNoOther) {
+  Daemon daemon({"limits.lanes=2"});
+  const Lane lane(daemon.socket());
+  std::mt19937 random(3);
+  for (int i = 0; i < 300; ++i) {
+    const Fd fd = raw_connection(daemon);
+    std::vector<std::byte> bytes(1 + random() % 2000);
+    for (std::byte& b : bytes) b = static_cast<std::byte>(random());
+    if (i % 3 == 0) {  // a sound header, then nonsense
+      const MessageHeader header{kAttachMagic, static_cast<MessageType>(random() % 8)};
+      bytes.resize(std::max(bytes.size(), sizeof header));
+      std::memcpy(bytes.data(), &header, sizeof header);
+      if (header.type == MessageType::status && bytes.size() == sizeof header) continue;
+    }
+    send_message(fd.get(), bytes.data(), bytes.size());
+    std::byte answer[sizeof(Attached)];
+    std::vector<Fd> fds;
+    EXPECT_LE(receive_message(fd.get(), answer, fds), 0);  // closed, nothing said
+  }
+  EXPECT_EQ(empty_call(lane), uint32_t{MOED_OK});
+  EXPECT_EQ(daemon.stop(), 0);
+}
+
+TEST(Attach, ConnectionsAreBounded) {
+  Daemon daemon({"limits.lanes=2"});
+  const Lane lane(daemon.socket());
+  std::vector<Fd> idle;
+  for (int i = 0; i < 200; ++i) idle.push_back(raw_connection(daemon));
+  EXPECT_EQ(empty_call(lane), uint32_t{MOED_OK});
+  idle.clear();
+  test::sleep_ms(200);
+  const Lane another(daemon.socket());
+  EXPECT_EQ(empty_call(another), uint32_t{MOED_OK});
+}
+
+/// F22: what an engine does to its memory and to its call after the bell cannot hurt the daemon.
+TEST(Attach, AnEngineCannotShrinkItsMemoryAndMayScribbleInIt) {
+  Daemon daemon({"limits.lanes=2", "debug.experts_delay_us=2000"});
+  const Lane witness(daemon.socket());
+  Attach ask;
+  ask.arena_bytes = 1 << 20;
+  const Fd fd = raw_connection(daemon);
+  ASSERT_TRUE(send_message(fd.get(), &ask, sizeof ask));
+  Attached answer;
+  std::vector<Fd> fds;
+  ASSERT_EQ(receive_message(fd.get(), std::as_writable_bytes(std::span(&answer, 1)), fds), static_cast<ssize_t>(sizeof answer));
+  ASSERT_EQ(fds.size(), 2U);
+  for (const Fd& memory : fds) {
+    EXPECT_NE(::ftruncate(memory.get(), 0), 0);
+    EXPECT_NE(::ftruncate(memory.get(), 1 << 30), 0);
+  }
+  Mapping box(fds[0], 896);
+  Mapping arena(fds[1], 1 << 20);
+  std::mt19937_64 random(5);
+  for (int i = 0; i < 2000; ++i) {  // records, bells and ids at random, while calls run
+    auto* words = reinterpret_cast<uint64_t*>(box.data());
+    for (int w = 16; w < 112; ++w) words[w] = random() % 4 == 0 ? random() : random() % 64 * 16;
+    auto* ids = reinterpret_cast<uint64_t*>(arena.data());
+    for (int w = 0; w < 512; ++w) ids[w] = random();
+  }
+  EXPECT_EQ(empty_call(witness), uint32_t{MOED_OK});
+  EXPECT_EQ(daemon.stop(), 0);
+}
+
+TEST(Leaving, SigtermLetsACallEndAndRefusesNewOnes) {
+  Daemon daemon({"debug.experts_delay_us=400000"});
+  const Lane lane(daemon.socket());
+  const Lane other(daemon.socket());
+  moed_call_t call = lane.slot(MOED_LAYER_IDENTITY, 2);
+  ASSERT_EQ(moed_submit(lane.get(), &call), uint32_t{MOED_OK});
+  test::sleep_ms(50);
+  daemon.signal(SIGTERM);
+  test::sleep_ms(50);
+  EXPECT_EQ(empty_call(other), uint32_t{MOED_DRAINING});
+  expect_in(attach_error(daemon, {}, MOED_DRAINING), {"leaving"});
+  moed_reply_t reply{};
+  EXPECT_EQ(moed_wait(lane.get(), &reply, 5'000'000), uint32_t{MOED_OK});
+  EXPECT_EQ(daemon.reap(10'000), 0);
+}
+
+TEST(Leaving, TwoSigtermsEndAtOnce) {
+  Daemon daemon({"debug.experts_delay_us=900000"});
+  const Lane lane(daemon.socket());
+  moed_call_t call = lane.slot(MOED_LAYER_IDENTITY, 2);
+  ASSERT_EQ(moed_submit(lane.get(), &call), uint32_t{MOED_OK});
+  test::sleep_ms(50);
+  daemon.signal(SIGTERM);
+  test::sleep_ms(50);
+  daemon.signal(SIGTERM);
+  EXPECT_EQ(daemon.reap(3000), 0);
+  moed_reply_t reply{};
+  EXPECT_EQ(moed_wait(lane.get(), &reply, 1'000'000), uint32_t{MOED_DAEMON_LOST});
+}
+
+TEST(Leaving, AKilledDaemonIsLostAndItsSuccessorTakesTheEngineBack) {
+  Daemon daemon({"debug.experts_delay_us=300000"});
+  const Lane lane(daemon.socket());
+  uint8_t* const arena = lane.arena();
+  moed_call_t call = lane.slot(MOED_LAYER_IDENTITY, 2);
+  ASSERT_EQ(moed_submit(lane.get(), &call), uint32_t{MOED_OK});
+  test::sleep_ms(30);
+  std::thread killer([&] {
+    test::sleep_ms(50);
+    daemon.signal(SIGKILL);
+  });
+  moed_reply_t reply{};
+  const Nanos start = now_ns();
+  EXPECT_EQ(moed_wait(lane.get(), &reply, 5'000'000), uint32_t{MOED_DAEMON_LOST});
+  EXPECT_LE(now_ns() - start, 400'000'000U);
+  killer.join();
+  EXPECT_EQ(moed_submit(lane.get(), &call), uint32_t{MOED_DAEMON_LOST});
+  daemon.restart();
+  ASSERT_EQ(moed_reattach(lane.get()), uint32_t{MOED_OK}) << moed_last_error(lane.get());
+  EXPECT_EQ(lane.arena(), arena);
+  EXPECT_EQ(empty_call(lane), uint32_t{MOED_OK});
+}
+
+/// Runs `moed serve` with arguments that must fail; its exit code and what it said.
+std::pair<int, std::string> failing_daemon(std::vector<std::string> sets) {
+  const test::TempDir dir;
+  std::vector<std::string> arguments{MOED_BINARY, "serve"};
+  for (const std::string& s : sets) {
+    arguments.emplace_back("--set");
+    arguments.push_back(s);
+  }
+  const pid_t pid = test::spawn(arguments, dir.path() + "/log");
+  const int status = test::wait_for(pid, 5000);
+  if (status == -1) {
+    ::kill(pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+    return {-1, "still running after 5 s"};
+  }
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), test::read_file(dir.path() + "/log")};
+}
+
+TEST(Starting, WhatCannotWorkIsRefusedWithItsExitCode) {
+  const test::TempDir dir;
+  const std::string run = "run_dir=" + dir.path();
+  const Daemon daemon({}, dir.path());
+  auto [code, text] = failing_daemon({run, "http.listen="});
+  EXPECT_EQ(code, 74);
+  expect_in(text, {"rank 0 of group moed is held by pid", std::to_string(daemon.pid()).c_str()});
+  std::tie(code, text) = failing_daemon({run, "limits.lanes=65"});
+  EXPECT_EQ(code, 65);
+  expect_in(text, {"limits.lanes", "65", "64"});
+  std::tie(code, text) = failing_daemon({run, "backend=cuda"});
+  EXPECT_EQ(code, 65);
+  std::tie(code, text) = failing_daemon({run, "control.peers=[\"127.0.0.1:1\",\"127.0.0.1:2\"]"});
+  EXPECT_EQ(code, 65);
+  std::tie(code, text) = failing_daemon({run, "model.source=huggingface", "model.path=" + dir.path()});
+  EXPECT_EQ(code, 66);
+  expect_in(text, {"config.json"});
+  std::tie(code, text) = failing_daemon({"run_dir=/proc/nothing", "http.listen="});
+  EXPECT_EQ(code, 69);
+  expect_in(text, {"/proc/nothing"});
+}
+
+/// F26: a taken port is a sentence with the port and an exit code, and the rank can start again at once.
+TEST(Starting, ATakenPortIsNamed) {
+  const Fd taken(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::bind(taken.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  ASSERT_EQ(::listen(taken.get(), 1), 0);
+  socklen_t bytes = sizeof address;
+  ::getsockname(taken.get(), reinterpret_cast<sockaddr*>(&address), &bytes);
+  const std::string port = std::to_string(ntohs(address.sin_port));
+  const test::TempDir dir;
+  const auto [code, text] = failing_daemon({"run_dir=" + dir.path(), "http.listen=127.0.0.1:" + port});
+  EXPECT_EQ(code, 69);
+  expect_in(text, {port.c_str()});
+  Daemon daemon({}, dir.path());
+  EXPECT_EQ(daemon.stop(), 0);
+}
+
+}  // namespace
+}  // namespace moed
