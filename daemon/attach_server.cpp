@@ -7,10 +7,12 @@
 
 #include <utility>
 
+#include <boost/asio/basic_socket_acceptor.hpp>
 #include <boost/asio/generic/seq_packet_protocol.hpp>
 #include <boost/asio/local/basic_endpoint.hpp>
-#include <boost/asio/basic_socket_acceptor.hpp>
 #include <boost/asio/post.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -37,6 +39,8 @@ class SeqPacket {
 
 constexpr size_t kSpareConnections = 32;  ///< beyond one a lane: status queries and engines that are refused
 constexpr size_t kMaxMessage = 512;
+constexpr std::chrono::seconds kMayIdle{5};             ///< a connection without a lane and without a message
+constexpr std::chrono::milliseconds kAcceptPause{100};  ///< after an error of accept, such as no descriptor left
 constexpr uint64_t kMinArena = 4096;
 
 std::string text_of(const char (&name)[32]) { return {name, ::strnlen(name, sizeof name)}; }
@@ -63,13 +67,22 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     uint32_t uid = 0;
     bool dry = false;
     std::string name;
+    std::chrono::steady_clock::time_point heard = std::chrono::steady_clock::now();
   };
   using ConnectionPtr = std::shared_ptr<Connection>;
 
   Impl(asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service, Metrics& metrics,
        std::function<std::string()> status_json)
-      : io_(io), options_(std::move(options)), backend_(backend), service_(service), metrics_(metrics),
-        status_json_(std::move(status_json)), acceptor_(io), taken_(options_.lanes + 1, Taken::no) {
+      : io_(io),
+        options_(std::move(options)),
+        backend_(backend),
+        service_(service),
+        metrics_(metrics),
+        status_json_(std::move(status_json)),
+        acceptor_(io),
+        pause_(io),
+        sweep_(io),
+        taken_(options_.lanes + 1, Taken::no) {
     const std::filesystem::path dir = std::filesystem::path(options_.run_dir) / options_.group;
     std::error_code error;
     std::filesystem::create_directories(dir, error);
@@ -89,8 +102,27 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   void accept() {
     acceptor_.async_accept([self = shared_from_this()](boost::system::error_code error, SeqPacket::socket socket) {
       if (error == asio::error::operation_aborted) return;
-      if (!error) self->welcome(std::move(socket));
-      self->accept();
+      if (!error) {
+        self->welcome(std::move(socket));
+        return self->accept();
+      }
+      log_error("accept failed", {{"path", self->path_}, {"reason", error.message()}});
+      self->pause_.expires_after(kAcceptPause);
+      self->pause_.async_wait([self](boost::system::error_code stopped) {
+        if (!stopped) self->accept();
+      });
+    });
+  }
+
+  /// Once a second: whoever holds no lane and says nothing makes room for others.
+  void sweep() {
+    sweep_.expires_after(std::chrono::seconds(1));
+    sweep_.async_wait([self = shared_from_this()](boost::system::error_code stopped) {
+      if (stopped) return;
+      const auto limit = std::chrono::steady_clock::now() - kMayIdle;
+      for (const ConnectionPtr& c : std::vector<ConnectionPtr>(self->connections_.begin(), self->connections_.end()))
+        if (c->lane == 0 && c->heard < limit) self->hang_up(c);
+      self->sweep();
     });
   }
 
@@ -109,6 +141,8 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   void stop() {
     boost::system::error_code ignored;
     acceptor_.close(ignored);
+    pause_.cancel();
+    sweep_.cancel();
     ::unlink(path_.c_str());
     const auto all = std::exchange(connections_, {});
     for (const ConnectionPtr& c : all) c->socket.close(ignored);
@@ -124,7 +158,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       char holder[32] = {};
       if (::pread(lock_.get(), holder, sizeof holder - 1, 0) <= 0) holder[0] = '?';
       throw RankHeld("rank " + std::to_string(options_.rank) + " of group " + options_.group + " is held by pid " +
-                                  holder + " (" + path + ")");
+                     holder + " (" + path + ")");
     }
     const std::string pid = std::to_string(::getpid());
     if (::ftruncate(lock_.get(), 0) != 0 || ::pwrite(lock_.get(), pid.data(), pid.size(), 0) < 0)
@@ -138,7 +172,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       return;
     }
     auto c = std::make_shared<Connection>(std::move(socket));
-    ucred peer{};
+    ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = 0};
     socklen_t bytes = sizeof peer;
     ::getsockopt(c->socket.native_handle(), SOL_SOCKET, SO_PEERCRED, &peer, &bytes);
     c->pid = peer.pid;
@@ -150,7 +184,13 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   void listen(const ConnectionPtr& c) {
     c->socket.async_wait(SeqPacket::socket::wait_read, [self = shared_from_this(), c](boost::system::error_code error) {
       if (error == asio::error::operation_aborted || !c->socket.is_open()) return self->hang_up(c);
-      if (error || !self->hear(c)) return self->hang_up(c);
+      bool goes_on = false;
+      try {
+        goes_on = !error && self->hear(c);
+      } catch (const std::exception& e) {  // no memory for an answer is this connection's end, not the daemon's
+        log_error("message failed", {{"pid", c->pid}, {"reason", e.what()}});
+      }
+      if (!goes_on) return self->hang_up(c);
       self->listen(c);
     });
   }
@@ -161,7 +201,8 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     std::vector<Fd> fds;
     const ssize_t got = receive_message(c->socket.native_handle(), buffer, fds, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
-    if (got == 0) return false;
+    if (got == 0 || (got < 0 && errno == ECONNRESET)) return false;
+    c->heard = std::chrono::steady_clock::now();
     MessageHeader header;
     if (got < static_cast<ssize_t>(sizeof header)) return refuse_message(c, got);
     std::memcpy(&header, buffer.data(), sizeof header);
@@ -207,20 +248,25 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   /// What speaks against an attach; empty: nothing.
   std::pair<Status, std::string> objection(const Connection& c, const Attach& a, uint64_t bytes) const {
     if (a.abi != kAbi)
-      return {Status::version, "abi " + std::to_string(a.abi) + ", here " + std::to_string(kAbi) + ": use libmoed of this daemon's release"};
+      return {Status::version, "abi " + std::to_string(a.abi) + ", here " + std::to_string(kAbi) +
+                                   ": use libmoed of this daemon's release"};
     if (c.uid != ::geteuid())
-      return {Status::denied, "uid " + std::to_string(c.uid) + " may not attach to a daemon of uid " + std::to_string(::geteuid())};
+      return {Status::denied,
+              "uid " + std::to_string(c.uid) + " may not attach to a daemon of uid " + std::to_string(::geteuid())};
     if (c.lane != 0) return {Status::busy, "this connection already holds lane " + std::to_string(c.lane)};
     if (draining_) return {Status::draining, "this daemon is leaving"};
     if (a.has_digest != 0 && std::memcmp(a.model_digest, options_.info.model_digest, sizeof a.model_digest) != 0)
       return {Status::version, "model digest " + hex(a.model_digest, 8) + ".. expected, this daemon serves " +
                                    hex(options_.info.model_digest, 8) + ".."};
     if (a.arena_kind != static_cast<uint32_t>(ArenaKind::host))
-      return {Status::unsupported, "arena kind " + std::to_string(a.arena_kind) + "; a CPU daemon has host memory (0) only"};
+      return {Status::unsupported,
+              "arena kind " + std::to_string(a.arena_kind) + "; a CPU daemon has host memory (0) only"};
     if (bytes > options_.arena_bytes)
-      return {Status::no_memory, "an arena of " + std::to_string(bytes) + " bytes, limits.arena_mb allows " + std::to_string(options_.arena_bytes)};
+      return {Status::no_memory, "an arena of " + std::to_string(bytes) + " bytes, limits.arena_mb allows " +
+                                     std::to_string(options_.arena_bytes)};
     if (slot_tokens(options_.shape, options_.slots, bytes, options_.max_call_tokens) == 0)
-      return {Status::no_memory, "an arena of " + std::to_string(bytes) + " bytes holds no token in " + std::to_string(options_.slots) + " slots; one needs " +
+      return {Status::no_memory, "an arena of " + std::to_string(bytes) + " bytes holds no token in " +
+                                     std::to_string(options_.slots) + " slots; one needs " +
                                      std::to_string(options_.slots * arena_slot(options_.shape, 0, 1).end)};
     return {Status::ok, ""};
   }
@@ -262,7 +308,8 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
 
   bool reject(const ConnectionPtr& c, const Attach& a, Status status, const std::string& text) {
     metrics_.refused(Refused::attach);
-    log_warn("attach refused", {{"name", text_of(a.name)}, {"pid", c->pid}, {"status", name(status)}, {"reason", text}});
+    log_warn("attach refused",
+             {{"name", text_of(a.name)}, {"pid", c->pid}, {"status", name(status)}, {"reason", text}});
     Attached reply;
     reply.status = static_cast<uint32_t>(status);
     reply.info = options_.info;
@@ -290,7 +337,8 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     c->lane = lane;
     backend_.set_dry(static_cast<int>(lane), c->dry);
     service_.attach(lane, std::move(box));
-    log_info("engine attached", {{"lane", lane}, {"name", c->name}, {"pid", c->pid}, {"arena_bytes", memory.arena_bytes}});
+    log_info("engine attached",
+             {{"lane", lane}, {"name", c->name}, {"pid", c->pid}, {"arena_bytes", memory.arena_bytes}});
     const int fds[] = {memory.host_mailbox.get(), memory.arena.get()};
     return send_message(c->socket.native_handle(), &reply, sizeof reply, fds);
   }
@@ -318,6 +366,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   Metrics& metrics_;
   std::function<std::string()> status_json_;
   SeqPacket::acceptor acceptor_;
+  asio::steady_timer pause_, sweep_;
   std::vector<Taken> taken_;
   std::set<ConnectionPtr> connections_;
   Fd lock_;
@@ -325,10 +374,11 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   bool draining_ = false;
 };
 
-AttachServer::AttachServer(asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service, Metrics& metrics,
-                           std::function<std::string()> status_json)
+AttachServer::AttachServer(asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service,
+                           Metrics& metrics, std::function<std::string()> status_json)
     : impl_(std::make_shared<Impl>(io, std::move(options), backend, service, metrics, std::move(status_json))) {
   impl_->accept();
+  impl_->sweep();
 }
 
 AttachServer::~AttachServer() { stop(); }

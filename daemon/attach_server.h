@@ -1,5 +1,5 @@
-// The Unix socket RUN_DIR/GROUP/RANK.sock: who may attach, which lane, which descriptors. A connection is the lease: when
-// it hangs up, its lane is let go.
+// The Unix socket RUN_DIR/GROUP/RANK.sock: who may attach, which lane, which descriptors. A connection is the lease:
+// when it hangs up, its lane is let go.
 #pragma once
 
 #include <boost/asio/io_context.hpp>
@@ -24,7 +24,7 @@ struct AttachOptions {
   uint32_t lanes = 2, slots = 2, max_call_tokens = 65536;
   uint64_t arena_bytes = 64ULL << 20;  ///< the most that an attach may ask for, and what 0 means
   uint32_t deadline_ms = 2000, first_deadline_ms = 60000;
-  Info info;                           ///< what is the same for every lane
+  Info info;  ///< what is the same for every lane
 };
 
 /// One attached lane as status shows it.
@@ -41,12 +41,12 @@ struct RankHeld : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Everything runs on the thread that runs `io`. The constructor makes the directory and takes the rank's lock; it throws
-/// std::runtime_error naming path and reason, RankHeld when another daemon holds the rank.
+/// Everything runs on the thread that runs `io`. The constructor makes the directory and takes the rank's lock; it
+/// throws std::runtime_error naming path and reason, RankHeld when another daemon holds the rank.
 class AttachServer {
  public:
-  AttachServer(boost::asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service, Metrics& metrics,
-               std::function<std::string()> status_json);
+  AttachServer(boost::asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service,
+               Metrics& metrics, std::function<std::string()> status_json);
   ~AttachServer();
   AttachServer(const AttachServer&) = delete;
   AttachServer& operator=(const AttachServer&) = delete;

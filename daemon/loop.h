@@ -21,9 +21,9 @@ struct IdlePolicy {
 
 /// The parts of a duty cycle. All run on the loop's thread.
 struct Duty {
-  std::function<bool(Nanos now)> work;   ///< never blocks; true: something was done
-  std::function<void(Nanos now)> sleep;  ///< at most some 10 ms; something else wakes it
-  std::function<void(Nanos took)> stall; ///< one turn took longer than kStall
+  std::function<bool(Nanos now)> work;    ///< never blocks; true: something was done
+  std::function<void(Nanos now)> sleep;   ///< at most some 10 ms; something else wakes it
+  std::function<void(Nanos took)> stall;  ///< one turn took longer than kStall
 };
 inline constexpr Nanos kStall = 10'000'000;  ///< a turn that takes longer is counted
 

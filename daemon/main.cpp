@@ -5,6 +5,7 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/signal_set.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <csignal>
 #include <iostream>
 #include <random>
 
@@ -26,9 +27,19 @@ namespace asio = boost::asio;
 using std::chrono::milliseconds;
 
 /// Exit codes of interfaces.md section 13.
-enum Exit { kLeft = 0, kUsage = 64, kConfig = 65, kWeights = 66, kPort = 69, kInternal = 70, kMemory = 73, kIdentity = 74 };
+enum Exit {
+  kLeft = 0,
+  kUsage = 64,
+  kConfig = 65,
+  kWeights = 66,
+  kPort = 69,
+  kInternal = 70,
+  kMemory = 73,
+  kIdentity = 74
+};
 
 constexpr Nanos kAlive = 2'000'000'000;  ///< a loop whose last tick is older is not alive
+constexpr Nanos kLongestDrain = (kMaxTimeoutUs + 1'000'000) * Nanos{1000};  ///< every call has ended by its deadline
 constexpr milliseconds kTick{200};
 constexpr milliseconds kDrainLook{5};
 
@@ -40,32 +51,42 @@ uint64_t random_incarnation() {
 
 /// What the configuration asks for and this build cannot do.
 void refuse_unbuilt(const Config& config) {
-  if (config.backend != BackendKind::cpu)
-    throw ConfigError("backend = cuda, but this build has the cpu back end only");
+  if (config.backend != BackendKind::cpu) throw ConfigError("backend = cuda, but this build has the cpu back end only");
   if (config.transport != Transport::heap) throw ConfigError("transport = nccl, but this build has heap only");
   if (config.ranks() > 1)
-    throw ConfigError("control.peers names " + std::to_string(config.ranks()) + " ranks, but this build serves a world of 1");
+    throw ConfigError("control.peers names " + std::to_string(config.ranks()) +
+                      " ranks, but this build serves a world of 1");
 }
 
 /// A running daemon. Members are in the order in which they are made; destruction is the reverse.
 class Daemon {
  public:
   explicit Daemon(const Config& config)
-      : config_(config), model_(load_model(config)), backend_(make_backend()), metrics_(metrics_info()),
+      : config_(config),
+        model_(load_model(config)),
+        backend_(make_backend()),
+        metrics_(metrics_info()),
         service_(*backend_, metrics_, service_options()),
         attach_(io_, attach_options(), *backend_, service_, metrics_, [this] { return to_json(report()); }),
-        signals_(io_, SIGTERM, SIGINT), timer_(io_), drain_timer_(io_) {
+        signals_(io_, SIGTERM, SIGINT),
+        timer_(io_),
+        drain_timer_(io_) {
     if (!config.http.listen.empty())
-      http_ = std::make_unique<HttpServer>(io_, config.http.listen, [this](std::string_view path) { return page(path); },
-                                           [this] { metrics_.refused(Refused::http); });
+      http_ = std::make_unique<HttpServer>(
+          io_, config.http.listen, [this](std::string_view path) { return page(path); },
+          [this] { metrics_.refused(Refused::http); });
   }
 
   int run() {
     wait_for_signal();
     tick();
     log_info("listening", {{"socket", attach_.path()}, {"http", http_ ? std::to_string(http_->port()) : "off"}});
-    log_info("ready", {{"rank", config_.rank}, {"ranks", config_.ranks()}, {"backend", name(config_.backend)},
-                       {"model", name(config_.model.source)}, {"lanes", config_.limits.lanes}, {"version", kVersion}});
+    log_info("ready", {{"rank", config_.rank},
+                       {"ranks", config_.ranks()},
+                       {"backend", name(config_.backend)},
+                       {"model", name(config_.model.source)},
+                       {"lanes", config_.limits.lanes},
+                       {"version", kVersion}});
     warn_about_drills();
     io_.run();
     if (http_) http_->stop();
@@ -176,7 +197,8 @@ class Daemon {
     r.socket = attach_.path();
     r.http = http_ ? config_.http.listen : "";
     r.lanes_max = config_.limits.lanes;
-    for (const LaneInfo& lane : attach_.lanes()) r.lanes.push_back({lane.lane, lane.name, lane.pid, lane.calls, lane.dry});
+    for (const LaneInfo& lane : attach_.lanes())
+      r.lanes.push_back({lane.lane, lane.name, lane.pid, lane.calls, lane.dry});
     for (uint32_t s = 0; s < kStatuses; ++s) r.calls[s] = metrics_.calls(static_cast<Status>(s));
     r.p50_us = metrics_.call_quantile(0.5);
     r.p99_us = metrics_.call_quantile(0.99);
@@ -230,7 +252,7 @@ class Daemon {
       draining_ = true;
       attach_.drain();
       service_.drain();
-      drain_until_ = now_ns() + uint64_t{config_.calls.deadline_ms} * 1'000'000;
+      drain_until_ = now_ns() + kLongestDrain;
       wait_for_signal();
       look_whether_drained();
     });
@@ -247,9 +269,11 @@ class Daemon {
   void warn_about_drills() const {
     const DebugConfig& d = config_.debug;
     if ((d.experts_delay_us | d.loop_delay_us | d.send_delay_us | d.call_delay_us) == 0) return;
-    log_warn("drill: this daemon is slowed on purpose",
-             {{"experts_delay_us", d.experts_delay_us}, {"loop_delay_us", d.loop_delay_us}, {"send_delay_us", d.send_delay_us},
-              {"call_delay_us", d.call_delay_us}, {"for_ms", d.for_ms}});
+    log_warn("drill: this daemon is slowed on purpose", {{"experts_delay_us", d.experts_delay_us},
+                                                         {"loop_delay_us", d.loop_delay_us},
+                                                         {"send_delay_us", d.send_delay_us},
+                                                         {"call_delay_us", d.call_delay_us},
+                                                         {"for_ms", d.for_ms}});
   }
 
   const Config config_;
@@ -339,4 +363,7 @@ int main_of(int argc, char** argv) {
 }  // namespace
 }  // namespace moed
 
-int main(int argc, char** argv) { return moed::main_of(argc, argv); }
+int main(int argc, char** argv) {
+  std::signal(SIGPIPE, SIG_IGN);  // a reader of our log that went away is no reason to end
+  return moed::main_of(argc, argv);
+}

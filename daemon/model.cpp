@@ -33,8 +33,12 @@ void load_checkpoint(Model& model, uint32_t first, uint32_t end) {
     for (uint32_t e = first; e < end; ++e) {
       model.checkpoint->check_scales(layer, e);
       const ExpertTensors t = model.checkpoint->expert(layer, e);
-      out.experts.push_back({.w1 = t.w1.data(), .w1_scale = t.w1_scale.data(), .w2 = t.w2.data(),
-                             .w2_scale = t.w2_scale.data(), .w3 = t.w3.data(), .w3_scale = t.w3_scale.data()});
+      out.experts.push_back({.w1 = t.w1.data(),
+                             .w1_scale = t.w1_scale.data(),
+                             .w2 = t.w2.data(),
+                             .w2_scale = t.w2_scale.data(),
+                             .w3 = t.w3.data(),
+                             .w3_scale = t.w3_scale.data()});
       progress.expert_done();
     }
     out.norm = model.checkpoint->norm(layer);
@@ -83,7 +87,8 @@ Shape model_shape(const Config& config) {
 
 uint64_t local_weight_bytes(const Config& config, const Shape& shape) {
   if (config.model.source == ModelSource::identity) return 0;
-  const uint64_t local = first_expert(shape, config.rank + 1, config.ranks()) - first_expert(shape, config.rank, config.ranks());
+  const uint64_t local =
+      first_expert(shape, config.rank + 1, config.ranks()) - first_expert(shape, config.rank, config.ranks());
   return shape.layers * local * expert_bytes(shape);
 }
 
@@ -95,9 +100,15 @@ Model load_model(const Config& config) {
   const uint32_t first = first_expert(model.shape, config.rank, config.ranks());
   const uint32_t end = first_expert(model.shape, config.rank + 1, config.ranks());
   switch (config.model.source) {
-    case ModelSource::huggingface: load_checkpoint(model, first, end); break;
-    case ModelSource::synthetic: load_synthetic(model, config.model.seed, first, end); break;
-    case ModelSource::identity: model.digest = identity_digest(model.shape); break;
+    case ModelSource::huggingface:
+      load_checkpoint(model, first, end);
+      break;
+    case ModelSource::synthetic:
+      load_synthetic(model, config.model.seed, first, end);
+      break;
+    case ModelSource::identity:
+      model.digest = identity_digest(model.shape);
+      break;
   }
   return model;
 }

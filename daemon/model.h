@@ -18,8 +18,8 @@ struct Model {
   Shape shape;
   ModelWeights weights;
   Digest digest{};
-  std::unique_ptr<Checkpoint> checkpoint;               ///< huggingface: the mapped shards
-  std::vector<std::unique_ptr<uint8_t[]>> synthetic;    ///< one block an expert
+  std::unique_ptr<Checkpoint> checkpoint;             ///< huggingface: the mapped shards
+  std::vector<std::unique_ptr<uint8_t[]>> synthetic;  ///< one block an expert
 };
 
 /// The shape alone and the bytes that its local experts will take, nothing loaded. Throws ConfigError, WeightsError.

@@ -10,7 +10,8 @@ namespace {
 
 constexpr Nanos kLongestSleep = 10'000'000;
 
-/// What a call reads from and writes to its arena: x, ids, weights, out. Only for calls whose kind and tokens are sound.
+/// What a call reads from and writes to its arena: x, ids, weights, out. Only for calls whose kind and tokens are
+/// sound.
 uint64_t call_bytes(const Call& c, const Shape& s) {
   const uint64_t width = c.kind == static_cast<uint32_t>(CallKind::layer) ? s.hidden : s.latent;
   const uint64_t x = (c.flags & kFlagWire) != 0 ? width + width / kBlock : width * 2;
@@ -82,12 +83,10 @@ bool ServiceLoop::work(Nanos now) {
 
 /// One lane: a bell that has rung begins a call, a running call is polled.
 bool ServiceLoop::step(uint32_t number, Lane& lane, Nanos now) {
-  if (!lane.running) {
-    const uint64_t bell = lane.box().bell.load(std::memory_order_acquire);
-    if (bell == lane.bell) return false;
-    take(number, lane, bell, now);
-  }
-  if (!backend_.poll(static_cast<int>(number), now, record_)) return false;
+  const uint64_t bell = lane.box().bell.load(std::memory_order_acquire);
+  const bool rung = !lane.running && bell != lane.bell;
+  if (rung) take(number, lane, bell, now);
+  if (!lane.running || !backend_.poll(static_cast<int>(number), now, record_)) return rung;
   finish(lane, record_);
   return true;
 }

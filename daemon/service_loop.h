@@ -48,13 +48,13 @@ class ServiceLoop {
   struct Lane {
     std::atomic<LaneState> state{LaneState::free};
     std::atomic<uint64_t> calls{0};
-    Mapping mailbox;                 ///< set before attached, dropped after leaving
+    Mapping mailbox;  ///< set before attached, dropped after leaving
     std::function<void()> released;
     // The service thread's alone:
-    uint64_t bell = 0;               ///< number of the call taken last
+    uint64_t bell = 0;  ///< number of the call taken last
     bool running = false;
-    bool warm = false;               ///< had a good call
-    Call call{};                     ///< the running call, as copied
+    bool warm = false;  ///< had a good call
+    Call call{};        ///< the running call, as copied
     HostMailbox& box() { return *reinterpret_cast<HostMailbox*>(mailbox.data()); }
   };
 

@@ -1,5 +1,5 @@
-// The seam between the daemon and what computes: one pass at a time, everything try-only, because on a GPU no CPU stands
-// between the steps of a pass.
+// The seam between the daemon and what computes: one pass at a time, everything try-only, because on a GPU no CPU
+// stands between the steps of a pass.
 #pragma once
 
 #include <array>
@@ -68,8 +68,8 @@ struct Begin {
   int lane = 0;
   uint64_t number = 0;  ///< of the attach's calls
   Call call{};
-  Nanos seen = 0;       ///< when the bell was seen; times and the deadline count from here
-  Nanos deadline = 0;   ///< absolute
+  Nanos seen = 0;      ///< when the bell was seen; times and the deadline count from here
+  Nanos deadline = 0;  ///< absolute
   Status refuse = Status::ok;
 };
 
@@ -82,7 +82,8 @@ class Backend {
   /// New, zeroed memory that `rank` may write here. no_memory when there is none.
   virtual Status make_segment(int rank, Handle& out) = 0;
   virtual Status make_doorbell(Handle& out) = 0;
-  /// Imports, maps and touches what `rank` gave us. unsupported: a kind that cannot be imported; internal: header differs.
+  /// Imports, maps and touches what `rank` gave us. unsupported: a kind that cannot be imported; internal: header
+  /// differs.
   virtual Status map_segment(int rank, const Handle& segment, const Handle& doorbell) = 0;
   /// Both segments of the link: freed when no pass begun before uses them.
   virtual void retire(int rank) = 0;
@@ -94,8 +95,8 @@ class Backend {
 
   // From the service loop.
 
-  /// Takes a call: from here it ends in exactly one poll(), whatever its fields hold (they are checked first). busy: the
-  /// lane has a call in flight.
+  /// Takes a call: from here it ends in exactly one poll(), whatever its fields hold (they are checked first). busy:
+  /// the lane has a call in flight.
   virtual Status begin(const Begin& begin) = 0;
   /// True once, when the lane's call has ended.
   virtual bool poll(int lane, Nanos now, CallRecord& out) = 0;

@@ -29,7 +29,8 @@ struct LayerWeights {
   std::vector<uint16_t> norm;  ///< BF16 [L]; empty: 1
 };
 
-/// What a back end serves; layer m of the model is layers[m - shape.first_layer]. Whoever made it keeps the bytes alive.
+/// What a back end serves; layer m of the model is layers[m - shape.first_layer]. Whoever made it keeps the bytes
+/// alive.
 struct ModelWeights {
   std::vector<LayerWeights> layers;
 };

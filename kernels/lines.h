@@ -38,15 +38,15 @@ enum class Seen : uint8_t {
   newer,  ///< its writer has given this call up and gone on
 };
 
-// Host lines: sixteen relaxed 64-bit atomics, the sequence stored last (release) and loaded first (acquire). A line that
-// is overwritten while it is read gives a mixture; that is harmless, because the writer has then given that call up.
+// Host lines: sixteen relaxed 64-bit atomics, the sequence stored last (release) and loaded first (acquire). A line
+// that is overwritten while it is read gives a mixture; that is harmless, because the writer has then given that call
+// up.
 
 /// Publishes `bytes` (at most 120) as one line; the rest of the payload is zero.
 inline void store_line(Line& line, const void* payload, uint32_t bytes, uint64_t sequence) {
   uint64_t word[kLineWords - 1] = {};
   std::memcpy(word, payload, bytes);
-  for (uint32_t i = 0; i + 1 < kLineWords; ++i)
-    std::atomic_ref(line.word[i]).store(word[i], std::memory_order_relaxed);
+  for (uint32_t i = 0; i + 1 < kLineWords; ++i) std::atomic_ref(line.word[i]).store(word[i], std::memory_order_relaxed);
   std::atomic_ref(line.word[kLineWords - 1]).store(sequence, std::memory_order_release);
 }
 
@@ -79,7 +79,8 @@ inline void store_record(Line* first, const void* record, uint64_t bytes, uint64
   const auto* from = static_cast<const std::byte*>(record);
   for (uint64_t i = 0; i * kLinePayload < bytes; ++i) {
     const uint64_t left = bytes - i * kLinePayload;
-    store_line(first[i], from + i * kLinePayload, static_cast<uint32_t>(left < kLinePayload ? left : kLinePayload), sequence);
+    store_line(first[i], from + i * kLinePayload, static_cast<uint32_t>(left < kLinePayload ? left : kLinePayload),
+               sequence);
   }
 }
 
@@ -89,8 +90,8 @@ inline Seen load_record(const Line* first, void* record, uint64_t bytes, uint64_
   Seen all = Seen::same;
   for (uint64_t i = 0; i * kLinePayload < bytes; ++i) {
     const uint64_t left = bytes - i * kLinePayload;
-    const Seen seen =
-        load_line(first[i], to + i * kLinePayload, static_cast<uint32_t>(left < kLinePayload ? left : kLinePayload), awaited);
+    const Seen seen = load_line(first[i], to + i * kLinePayload,
+                                static_cast<uint32_t>(left < kLinePayload ? left : kLinePayload), awaited);
     if (seen == Seen::newer) return seen;
     if (seen == Seen::older) all = seen;
   }

@@ -49,7 +49,8 @@ MOED_HD inline uint8_t float_to_e4m3(float x) {
 MOED_HD inline float e4m3_to_float(uint8_t code) {
   const uint32_t magnitude = code & 0x7FU;
   if (magnitude == 0x7F) return float_of(0x7FC00000U);
-  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9F : float_of((magnitude << 20) + (120U << 23));
+  const float value =
+      magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9F : float_of((magnitude << 20) + (120U << 23));
   return (code & 0x80U) != 0 ? -value : value;
 }
 

@@ -46,13 +46,13 @@ struct DispatchArgs {
   const Shape* shape;
   const SegmentLayout* layout;
   uint32_t ranks, lane, layer;
-  uint32_t tokens;                         ///< at most max_tokens, padding excluded
-  bool wire;                               ///< x holds E4M3 codes, scales their E8M0 bytes
-  const std::byte* x;                      ///< BF16 [tokens, L] or codes [tokens, L]
-  const std::byte* scales;                 ///< E8M0 [tokens, L / 32] when wire, else not read
-  const int32_t* ids;                      ///< [tokens, K], checked
-  const float* weights;                    ///< [tokens, K]
-  std::span<const Destination> to;         ///< by rank
+  uint32_t tokens;                  ///< at most max_tokens, padding excluded
+  bool wire;                        ///< x holds E4M3 codes, scales their E8M0 bytes
+  const std::byte* x;               ///< BF16 [tokens, L] or codes [tokens, L]
+  const std::byte* scales;          ///< E8M0 [tokens, L / 32] when wire, else not read
+  const int32_t* ids;               ///< [tokens, K], checked
+  const float* weights;             ///< [tokens, K]
+  std::span<const Destination> to;  ///< by rank
 };
 
 /// Sum of the partials in rank order, one rounding to BF16, then RMSNorm where norm is set.
@@ -62,10 +62,10 @@ struct ReduceArgs {
   uint32_t ranks, lane;
   uint32_t tokens;
   bool norm;
-  const int32_t* ids;                      ///< [tokens, K]
-  const uint16_t* gamma;                   ///< BF16 [L] or nullptr: 1
-  std::span<const Destination> from;       ///< by rank: the segment that this rank writes here; nullptr: left out
-  uint16_t* out;                           ///< BF16 [tokens, L]
+  const int32_t* ids;                 ///< [tokens, K]
+  const uint16_t* gamma;              ///< BF16 [L] or nullptr: 1
+  std::span<const Destination> from;  ///< by rank: the segment that this rank writes here; nullptr: left out
+  uint16_t* out;                      ///< BF16 [tokens, L]
 };
 
 /// One call that a serve pass takes: whose it is, and its call line as copied and checked.
@@ -79,7 +79,7 @@ struct Source {
   // Filled by the pass:
   uint32_t first_row = 0, rows = 0;
   Status status = Status::ok;
-  Seen seen = Seen::same;                   ///< anything else: not served in this pass
+  Seen seen = Seen::same;  ///< anything else: not served in this pass
 };
 
 /// Private, packed copies of the rows of a pass. Capacities are fixed when the back end is made.
@@ -89,10 +89,10 @@ struct Rows {
   };
   uint32_t count = 0;
   std::vector<Place> place;
-  std::vector<int32_t> ids;      ///< [rows, K]
-  std::vector<float> weights;    ///< [rows, K]
-  std::vector<uint8_t> scales;   ///< [rows, L / 32]
-  std::vector<uint8_t> codes;    ///< [rows, L]
+  std::vector<int32_t> ids;     ///< [rows, K]
+  std::vector<float> weights;   ///< [rows, K]
+  std::vector<uint8_t> scales;  ///< [rows, L / 32]
+  std::vector<uint8_t> codes;   ///< [rows, L]
 };
 
 struct GatherArgs {
@@ -129,8 +129,8 @@ struct ExpertsArgs {
   const ModelWeights* model;
   const Rows* rows;
   const Plan* plan;
-  float* out;       ///< [pairs, L], FP32, not yet weighted
-  float* scratch;   ///< experts_scratch() floats
+  float* out;      ///< [pairs, L], FP32, not yet weighted
+  float* scratch;  ///< experts_scratch() floats
 };
 
 struct SendArgs {
@@ -155,7 +155,8 @@ namespace cpu {
 
 inline constexpr uint32_t kExpertsTile = 64;  ///< rows of one expert that share one decoding of its weights
 constexpr uint64_t experts_scratch(const Shape& s) {
-  return uint64_t{kExpertsTile} * (s.latent + s.intermediate) + 2 * (s.latent > s.intermediate ? s.latent : s.intermediate);
+  return uint64_t{kExpertsTile} * (s.latent + s.intermediate) +
+         2 * (s.latent > s.intermediate ? s.latent : s.intermediate);
 }
 
 void dispatch(const DispatchArgs& a);

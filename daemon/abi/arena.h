@@ -42,8 +42,10 @@ constexpr uint32_t slot_tokens(const Shape& s, uint32_t slots, uint64_t bytes, u
   uint32_t high = max_call_tokens;
   while (low < high) {
     const uint32_t mid = low + (high - low + 1) / 2;
-    if (slots * arena_slot(s, 0, mid).end <= bytes) low = mid;
-    else high = mid - 1;
+    if (slots * arena_slot(s, 0, mid).end <= bytes)
+      low = mid;
+    else
+      high = mid - 1;
   }
   return low;
 }

@@ -15,8 +15,8 @@
 namespace moed {
 
 inline constexpr uint32_t kAbi = 1;
-inline constexpr uint32_t kProtocol = 1;  ///< heap, lines, control messages
-inline constexpr uint32_t kNumerics = 1;  ///< anything that changes bits
+inline constexpr uint32_t kProtocol = 1;                ///< heap, lines, control messages
+inline constexpr uint32_t kNumerics = 1;                ///< anything that changes bits
 inline constexpr uint32_t kAttachMagic = 0x4445'4f4du;  // "MOED"
 inline constexpr uint32_t kMaxStatusBytes = 64 * 1024;
 
@@ -30,22 +30,22 @@ struct MessageHeader {
 struct Attach {
   MessageHeader header{kAttachMagic, MessageType::attach};
   uint32_t abi = kAbi;
-  uint32_t arena_kind = 0;        ///< 0 host memory, 1 GPU memory
-  uint64_t arena_bytes = 0;       ///< 0: limits.arena_mb
+  uint32_t arena_kind = 0;   ///< 0 host memory, 1 GPU memory
+  uint64_t arena_bytes = 0;  ///< 0: limits.arena_mb
   uint32_t dry = 0;
-  uint32_t has_digest = 0;        ///< 1: model_digest must match
+  uint32_t has_digest = 0;  ///< 1: model_digest must match
   uint8_t gpu_uuid[16] = {};
   uint8_t model_digest[32] = {};
-  char name[32] = {};             ///< shown in status; zero-padded, not necessarily terminated
+  char name[32] = {};  ///< shown in status; zero-padded, not necessarily terminated
   uint64_t reserved[4] = {};
 };
 static_assert(sizeof(Attach) == 144);
 
 /// What an engine may know of its lane; moed_info of the C ABI, field by field.
 struct Info {
-  uint32_t size = 0, abi = 0, protocol = 0, numerics = 0, rank = 0, ranks = 0, lane = 0, hidden = 0, latent = 0, intermediate = 0,
-           experts = 0, top_k = 0, first_layer = 0, layers = 0, max_tokens = 0, max_call_tokens = 0, backend = 0, sharing = 0,
-           slots = 0, slot_tokens = 0;
+  uint32_t size = 0, abi = 0, protocol = 0, numerics = 0, rank = 0, ranks = 0, lane = 0, hidden = 0, latent = 0,
+           intermediate = 0, experts = 0, top_k = 0, first_layer = 0, layers = 0, max_tokens = 0, max_call_tokens = 0,
+           backend = 0, sharing = 0, slots = 0, slot_tokens = 0;
   uint64_t incarnation = 0, arena_bytes = 0;
   uint8_t model_digest[32] = {};
 };

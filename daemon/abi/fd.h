@@ -80,8 +80,8 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
-/// An anonymous, zeroed memory file of `bytes`, its space reserved and sealed against growing and shrinking, so whoever
-/// maps it can never meet SIGBUS. Empty with errno set when there is not that much.
+/// An anonymous, zeroed memory file of `bytes`, its space reserved and sealed against growing and shrinking, so that
+/// whoever maps it cannot be made to read beyond its end. Empty with errno set when there is not that much.
 inline Fd make_sealed_memory(const char* name, std::size_t bytes) {
   Fd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return {};

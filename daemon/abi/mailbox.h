@@ -27,8 +27,8 @@ inline constexpr uint64_t kMailboxMagic = 0x31584f4244454f4dULL;  // "MOEDBOX1"
 struct MailboxHeader {
   uint64_t magic;
   uint32_t abi;
-  uint32_t bytes;                     ///< of the whole mailbox
-  uint32_t arena_kind;                ///< 0 host memory, 1 GPU memory
+  uint32_t bytes;       ///< of the whole mailbox
+  uint32_t arena_kind;  ///< 0 host memory, 1 GPU memory
   uint32_t pad;
   uint64_t arena_bytes;
   std::atomic<uint64_t> incarnation;  ///< of the daemon; stored last (release), 0 before
@@ -48,7 +48,8 @@ static_assert(offsetof(HostMailbox, bell) == 256 && offsetof(HostMailbox, done) 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 /// The device mailbox of stream calls, in GPU memory that is new for every attach. begin: {done = 0, barrier, bell =
-/// record number}; end: wait until done or dead is not 0. The values in a captured graph are constants, so both are flags.
+/// record number}; end: wait until done or dead is not 0. The values in a captured graph are constants, so both are
+/// flags.
 struct DeviceMailbox {
   alignas(128) uint32_t bell;  ///< record number, 0: none
   alignas(128) uint32_t done;  ///< low half of the word that end waits on

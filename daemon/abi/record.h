@@ -12,14 +12,14 @@ enum class Phase : uint32_t { dispatch = 0, wait = 1, reduce = 2 };
 
 /// One ended call. Times are nanoseconds; start is CLOCK_MONOTONIC.
 struct CallRecord {
-  uint64_t number;       ///< of its attach's calls, from 1
-  uint64_t count;        ///< the lane's count when it ended: pieces take one each
+  uint64_t number;  ///< of its attach's calls, from 1
+  uint64_t count;   ///< the lane's count when it ended: pieces take one each
   uint64_t start;
   uint32_t kind;
   uint32_t layer;
-  uint32_t tokens;       ///< as asked for
-  uint32_t status;       ///< Status
-  uint16_t path;         ///< CallPath
+  uint32_t tokens;  ///< as asked for
+  uint32_t status;  ///< Status
+  uint16_t path;    ///< CallPath
   uint16_t lane;
   uint32_t last;         ///< rank whose return line came last; kNoRank: none was awaited
   uint64_t phase_ns[3];  ///< dispatch, wait, reduce
@@ -37,7 +37,7 @@ inline constexpr uint32_t kNoRank = 0xFFFFFFFFu;
 
 /// One ended serve pass.
 struct ServeRecord {
-  uint64_t start;         ///< CLOCK_MONOTONIC, ns
+  uint64_t start;  ///< CLOCK_MONOTONIC, ns
   uint32_t rows;
   uint32_t sources;
   uint32_t pairs;         ///< (row, local expert) pairs computed

@@ -6,8 +6,8 @@
 namespace moed {
 
 inline constexpr uint32_t kMaxRanks = 128;
-inline constexpr uint32_t kMaxTokens = 832;   ///< bits of a call line's bitmap
-inline constexpr uint32_t kMaxLanes = 64;     ///< engine lanes; lane 0 is the daemon's own and comes on top
+inline constexpr uint32_t kMaxTokens = 832;  ///< bits of a call line's bitmap
+inline constexpr uint32_t kMaxLanes = 64;    ///< engine lanes; lane 0 is the daemon's own and comes on top
 inline constexpr uint32_t kMaxTopK = 32;
 inline constexpr uint32_t kMaxExperts = 65000;
 inline constexpr uint32_t kMaxWidth = 16384;  ///< of hidden and latent
@@ -64,8 +64,10 @@ struct ShapeFault {
 constexpr ShapeFault check(const Shape& s, uint32_t ranks, uint32_t max_tokens) {
   if (ranks < 1 || ranks > kMaxRanks) return {"ranks", ranks, "1..128"};
   if (max_tokens < 1 || max_tokens > kMaxTokens) return {"max_tokens", max_tokens, "1..832"};
-  if (s.hidden < 8 || s.hidden > kMaxWidth || s.hidden % 8 != 0) return {"hidden", s.hidden, "a multiple of 8 up to 16384"};
-  if (s.latent < 64 || s.latent > kMaxWidth || s.latent % 64 != 0) return {"latent", s.latent, "a multiple of 64 up to 16384"};
+  if (s.hidden < 8 || s.hidden > kMaxWidth || s.hidden % 8 != 0)
+    return {"hidden", s.hidden, "a multiple of 8 up to 16384"};
+  if (s.latent < 64 || s.latent > kMaxWidth || s.latent % 64 != 0)
+    return {"latent", s.latent, "a multiple of 64 up to 16384"};
   if (s.intermediate < 32 || s.intermediate > 65536 || s.intermediate % 32 != 0)
     return {"intermediate", s.intermediate, "a multiple of 32 up to 65536"};
   if (s.top_k < 1 || s.top_k > kMaxTopK) return {"top_k", s.top_k, "1..32"};

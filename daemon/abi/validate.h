@@ -34,7 +34,8 @@ constexpr uint64_t out_bytes(const Call& c, const Shape& s) {
   return uint64_t{c.tokens} * (c.kind == static_cast<uint32_t>(CallKind::layer) ? s.hidden : s.latent) * 2;
 }
 
-/// Checks every field in order and names the first that is beyond its limit. An offset's limit is the largest that fits.
+/// Checks every field in order and names the first that is beyond its limit. An offset's limit is the largest that
+/// fits.
 constexpr Refusal validate(const Call& c, const CallLimits& m) {
   const Shape& s = m.shape;
   auto bad = [](CallField f, uint64_t value, uint64_t limit) {

@@ -78,7 +78,8 @@ std::string lanes_line(const Json& state) {
     who += ", pid " + std::to_string(get(lane, "pid", uint64_t{0}));
   }
   std::string line = "lanes";
-  if (const uint64_t all = get(child(state, "limits"), "lanes", uint64_t{0}); all > 0) line += " " + std::to_string(all);
+  if (const uint64_t all = get(child(state, "limits"), "lanes", uint64_t{0}); all > 0)
+    line += " " + std::to_string(all);
   line += ": " + std::to_string(lanes.size()) + " attached" + (who.empty() ? "" : " (" + who + ")");
   const Json& calls = child(state, "calls");
   uint64_t other = 0;

@@ -76,7 +76,8 @@ class CpuBackend final : public Backend {
   explicit CpuBackend(BackendOptions options) {
     const ShapeFault fault = check(options.shape, options.ranks, options.max_tokens);
     if (fault.field != nullptr)
-      throw std::invalid_argument(std::string(fault.field) + " = " + std::to_string(fault.value) + " is not " + fault.limit);
+      throw std::invalid_argument(std::string(fault.field) + " = " + std::to_string(fault.value) + " is not " +
+                                  fault.limit);
     common_.layout = segment_layout(options.shape, options.lanes, options.max_tokens);
     common_.made = now_ns();
     common_.options = std::move(options);
@@ -93,12 +94,14 @@ class CpuBackend final : public Backend {
     own.session = 1;
     own.seen = true;
     links_ = links;
-    for (uint32_t lane = 0; lane < common_.layout.lanes_all; ++lane) lanes_.push_back(std::make_unique<Lane>(common_, lane));
+    for (uint32_t lane = 0; lane < common_.layout.lanes_all; ++lane)
+      lanes_.push_back(std::make_unique<Lane>(common_, lane));
     serve_ = std::make_unique<ServePass>(common_);
   }
 
   Status make_segment(int rank, Handle& out) override {
     if (!known(rank)) return fail(Status::internal, "rank " + std::to_string(rank) + " is not of this world");
+    sweep();
     const std::shared_ptr<Region> region = new_segment(static_cast<uint32_t>(rank));
     if (!region)
       return fail(Status::no_memory, "no memory for a segment of " + std::to_string(common_.layout.bytes) + " bytes");
@@ -132,8 +135,10 @@ class CpuBackend final : public Backend {
     update([&](Links& links) {
       Link& link = links[rank];
       if (link.state != LinkState::connecting) link.state = LinkState::lost;
-      link.mine = link.theirs = link.doorbell = nullptr;
+      for (std::shared_ptr<Region>* region : {&link.mine, &link.theirs, &link.doorbell})
+        if (*region) retired_.push_back(std::move(*region));
     });
+    sweep();
   }
 
   Status open_lane(int lane, ArenaKind kind, uint64_t bytes, LaneMemory& out) override {
@@ -144,7 +149,8 @@ class CpuBackend final : public Backend {
     Fd mailbox = make_sealed_memory("moed-mailbox", sizeof(HostMailbox));
     Mapping mapping = arena ? Mapping(arena, bytes) : Mapping();
     if (!mapping || !mailbox)
-      return fail(Status::no_memory, "no memory for an arena of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
+      return fail(Status::no_memory,
+                  "no memory for an arena of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
     Lane& l = *lanes_[lane];
     {
       const std::lock_guard lock(l.mutex);
@@ -201,6 +207,11 @@ class CpuBackend final : public Backend {
   }
 
   void link_changed(int rank, LinkState state, uint32_t session) override {
+    if (!known(rank) || session > kMaxSession || (state == LinkState::ready && session == 0)) {
+      static_cast<void>(
+          fail(Status::internal, "rank " + std::to_string(rank) + " cannot have session " + std::to_string(session)));
+      return;
+    }
     update([&](Links& links) {
       Link& link = links[rank];
       if (state == LinkState::ready && (!link.mine || !link.theirs || !link.doorbell)) return;
@@ -212,6 +223,7 @@ class CpuBackend final : public Backend {
   }
 
   void sleep(std::span<const FutexWord> words, Nanos until) override {
+    if (serve_->lingering() && !serve_->running()) return;  // for microseconds: not worth a sleep
     Doorbell& bell = doorbell_of(*common_.doorbell);
     std::atomic_ref(bell.asleep).store(1);
     std::vector<FutexWord>& all = sleep_words_;
@@ -232,6 +244,7 @@ class CpuBackend final : public Backend {
   }
 
   Memory memory() override {
+    sweep();
     Memory m = planned_memory(common_.options);  // weights and scratch are what was planned
     m.heap = 0;
     for (const Link& link : *links_now()) m.heap += link.mine ? link.mine->mapping.bytes() : 0;
@@ -289,7 +302,8 @@ class CpuBackend final : public Backend {
 
   Status import_region(const Handle& handle, uint64_t bytes, std::shared_ptr<Region>& out) {
     if (handle.bytes != bytes)
-      return fail(Status::internal, "a handle of " + std::to_string(handle.bytes) + " bytes, here " + std::to_string(bytes));
+      return fail(Status::internal,
+                  "a handle of " + std::to_string(handle.bytes) + " bytes, here " + std::to_string(bytes));
     if (handle.kind == HandleKind::address && common_.options.in_process) {
       uint64_t id = 0;
       std::memcpy(&id, handle.token.data(), sizeof id);
@@ -297,7 +311,8 @@ class CpuBackend final : public Backend {
       return out ? Status::ok : fail(Status::internal, "the memory behind a handle is gone");
     }
     if (handle.kind != HandleKind::memfd)
-      return fail(Status::unsupported, "handle kind " + std::to_string(static_cast<uint32_t>(handle.kind)) + ", here memfd");
+      return fail(Status::unsupported,
+                  "handle kind " + std::to_string(static_cast<uint32_t>(handle.kind)) + ", here memfd");
     constexpr int seals = F_SEAL_GROW | F_SEAL_SHRINK;
     const int have = ::fcntl(handle.fd.get(), F_GET_SEALS);
     if (have < 0 || (have & seals) != seals || ::lseek(handle.fd.get(), 0, SEEK_END) != static_cast<off_t>(bytes))
@@ -314,6 +329,12 @@ class CpuBackend final : public Backend {
     change(*next);
     links_ = std::move(next);
     version_.fetch_add(1, std::memory_order_release);
+  }
+
+  /// Frees the retired memory that no pass holds any more: here, so that the service thread never unmaps.
+  void sweep() {
+    const std::lock_guard lock(links_mutex_);
+    std::erase_if(retired_, [](const std::shared_ptr<Region>& region) { return region.use_count() == 1; });
   }
 
   std::shared_ptr<const Links> links_now() {
@@ -334,6 +355,7 @@ class CpuBackend final : public Backend {
   Common common_;
   std::mutex links_mutex_;
   std::shared_ptr<const Links> links_;
+  std::vector<std::shared_ptr<Region>> retired_;  // of lost links, until the last pass that uses them has ended
   std::atomic<uint64_t> version_{1};
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::mutex error_mutex_;
@@ -358,8 +380,8 @@ Backend::Memory planned_memory(const BackendOptions& o) {
   m.heap = layout.bytes * o.ranks;
   const uint64_t pairs = cpu::pass_pairs(o);
   const uint64_t rows = pairs / o.shape.top_k;
-  m.scratch = (pairs * o.shape.latent + cpu::experts_scratch(o.shape)) * sizeof(float) + rows * row_layout(o.shape).bytes +
-              pairs * (sizeof(Pair) + sizeof(uint32_t)) + rows * sizeof(Rows::Place);
+  m.scratch = (pairs * o.shape.latent + cpu::experts_scratch(o.shape)) * sizeof(float) +
+              rows * row_layout(o.shape).bytes + pairs * (sizeof(Pair) + sizeof(uint32_t)) + rows * sizeof(Rows::Place);
   for (const LayerWeights& layer : o.weights.layers)
     m.weights += layer.experts.size() * expert_bytes(o.shape) + layer.norm.size() * sizeof(uint16_t);
   return m;

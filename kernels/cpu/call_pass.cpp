@@ -88,17 +88,17 @@ bool reduce(const ReduceArgs& a, uint32_t& culprit) {
       for (uint32_t k = 0; k < n; ++k) sum[k] += bf16_to_float(partial[k]);
     }
     uint16_t* out = a.out + uint64_t{t} * n;
-    float squares = 0.0F;
+    double squares = 0.0;  // in FP32 the squares of very small and very large rows would be lost
     for (uint32_t k = 0; k < n; ++k) {
       out[k] = float_to_bf16(sum[k]);
-      const float v = bf16_to_float(out[k]);
+      const double v = bf16_to_float(out[k]);
       squares += v * v;
     }
-    if (!a.norm || squares == 0.0F) continue;  // a row of zeros stays +0 whatever gamma's sign
-    const float rstd = 1.0F / std::sqrt(squares / static_cast<float>(n) + a.shape->norm_eps);
+    if (!a.norm || squares == 0.0) continue;  // a row of zeros stays +0 whatever gamma's sign
+    const double rstd = 1.0 / std::sqrt(squares / n + static_cast<double>(a.shape->norm_eps));
     for (uint32_t k = 0; k < n; ++k) {
-      const float gamma = a.gamma == nullptr ? 1.0F : bf16_to_float(a.gamma[k]);
-      out[k] = float_to_bf16(bf16_to_float(out[k]) * rstd * gamma);
+      const double gamma = a.gamma == nullptr ? 1.0 : static_cast<double>(bf16_to_float(a.gamma[k]));
+      out[k] = float_to_bf16(static_cast<float>(static_cast<double>(bf16_to_float(out[k])) * rstd * gamma));
     }
   }
   return true;
@@ -283,7 +283,8 @@ void CallPass::collect(Nanos now, const Links& present) {
         RankSet named;
         named.add(r);
         std::copy_n(named.word, 2, record_.ranks);
-        return end(line.status < kStatuses ? static_cast<Status>(line.status) : Status::internal, now);
+        record_.value = line.status;  // a peer's word is reported, never taken for our own status
+        return end(Status::internal, now);
       }
     } else if (present[r].state != LinkState::ready || present[r].session != link.session) {
       waiting_.remove(r);
@@ -347,13 +348,21 @@ void CallPass::finish_piece(Nanos now) {
 void CallPass::end(Status status, Nanos now) {
   const Call& c = begin_.call;
   const Shape& s = common_.options.shape;
-  const bool known = c.kind <= 1 && c.tokens <= common_.options.max_call_tokens && fits(c.out, out_bytes(c, s), arena_bytes_);
+  const bool known =
+      c.kind <= 1 && c.tokens <= common_.options.max_call_tokens && fits(c.out, out_bytes(c, s), arena_bytes_);
   const bool worked = status == Status::ok || status == Status::masked || status == Status::degraded;
   if (known) {
     const uint64_t keep = worked ? uint64_t{done_} * s.latent * 2 : 0;
     std::memset(arena_ + c.out + keep, 0, out_bytes(c, s) - keep);
   }
   if (state_ != State::waiting) ++count_;  // refused: consumes its count all the same
+  const bool names_field = status == Status::bad_call || status == Status::unsupported;
+  const bool names_route = status == Status::bad_route || status == Status::masked;
+  if (!names_field) record_.field = 0;
+  if (!names_route) record_.token = record_.slot = 0;
+  if (!names_field && !names_route) record_.limit = 0;
+  if (!names_field && !names_route && status != Status::internal) record_.value = 0;
+  if (status != Status::degraded) record_.dropped = 0;
   record_.count = count_;
   record_.status = static_cast<uint32_t>(status);
   record_.total_ns = now > begin_.seen ? now - begin_.seen : 0;

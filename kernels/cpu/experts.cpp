@@ -1,6 +1,6 @@
 // The experts' two products and the activation in plain loops, as design.md section 6 has it: operands dequantised
-// exactly, FP32 accumulation, the intermediate through MXFP8. A row meets no other row: its sums have one order whatever
-// else is in the pass.
+// exactly, FP32 accumulation, the intermediate through MXFP8. A row meets no other row: its sums have one order
+// whatever else is in the pass.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -25,10 +25,10 @@ struct Region {
 struct Link {
   LinkState state = LinkState::connecting;
   uint32_t session = 0;
-  bool seen = false;                  ///< was ready once
-  std::shared_ptr<Region> mine;       ///< what that rank writes here
-  std::shared_ptr<Region> theirs;     ///< what we write there
-  std::shared_ptr<Region> doorbell;   ///< theirs
+  bool seen = false;                 ///< was ready once
+  std::shared_ptr<Region> mine;      ///< what that rank writes here
+  std::shared_ptr<Region> theirs;    ///< what we write there
+  std::shared_ptr<Region> doorbell;  ///< theirs
 };
 
 /// An immutable picture of all links. A pass keeps the one that it began with.
@@ -67,7 +67,10 @@ class CallPass {
   /// Advances; true once when the call has ended.
   bool poll(Nanos now, const Links& present, CallRecord& out);
   /// Gives the call up: its count is consumed, nothing is written any more.
-  void abandon() { state_ = State::idle; }
+  void abandon() {
+    state_ = State::idle;
+    links_.reset();
+  }
 
  private:
   enum class State { idle, waiting, ended };
@@ -88,15 +91,15 @@ class CallPass {
   std::shared_ptr<const Links> links_;
   std::byte* arena_ = nullptr;
   uint64_t arena_bytes_ = 0;
-  uint64_t count_ = 0;             ///< the lane's; goes on over attaches
-  uint32_t valid_ = 0;             ///< tokens that are not padding
-  uint32_t done_ = 0;              ///< tokens of finished pieces
-  std::vector<int32_t> ids_;       ///< [valid, K], private and checked
-  std::vector<float> weights_;     ///< [valid, K]
-  std::vector<Destination> to_;    ///< of the present piece, by rank
-  RankSet waiting_, in_, out_;     ///< not heard, answered, lost
+  uint64_t count_ = 0;           ///< the lane's; goes on over attaches
+  uint32_t valid_ = 0;           ///< tokens that are not padding
+  uint32_t done_ = 0;            ///< tokens of finished pieces
+  std::vector<int32_t> ids_;     ///< [valid, K], private and checked
+  std::vector<float> weights_;   ///< [valid, K]
+  std::vector<Destination> to_;  ///< of the present piece, by rank
+  RankSet waiting_, in_, out_;   ///< not heard, answered, lost
   Nanos waited_from_ = 0;
-  Status good_ = Status::ok;       ///< what a call that worked ends as: ok, masked or degraded
+  Status good_ = Status::ok;  ///< what a call that worked ends as: ok, masked or degraded
   CallRecord record_{};
 };
 
@@ -109,6 +112,9 @@ class ServePass {
 
   /// Looks at all call lines, starts a pass or collects one. True: one has ended.
   bool step(Nanos now, const std::shared_ptr<const Links>& links, ServeRecord& out);
+  /// Whether a call line has been seen that no pass has taken yet: no time to sleep.
+  bool lingering() const { return first_pending_ != 0; }
+  bool running() const { return state_.load(std::memory_order_relaxed) == static_cast<uint32_t>(State::running); }
   void woke(Nanos now) { last_look_ = now > last_look_ ? now : last_look_; }
 
  private:
@@ -118,6 +124,7 @@ class ServePass {
     uint64_t pending = 0;  ///< sequence seen and not taken, 0: none
     Nanos since = 0;       ///< end of the last look that did not show it
     uint32_t recent = 0;   ///< passes that it may still miss before nobody lingers for it
+    uint32_t retries = 0;  ///< passes in a row in which its rows were incomplete
   };
 
   void look(Nanos now, const Links& links);
@@ -128,10 +135,10 @@ class ServePass {
   void run();
 
   const Common& common_;
-  std::vector<Watch> watch_;       ///< [rank, lane]
+  std::vector<Watch> watch_;  ///< [rank, lane]
   Nanos last_look_ = 0;
   Nanos first_pending_ = 0;
-  uint32_t next_ = 0;              ///< where the next pass starts looking: after the one served last
+  uint32_t next_ = 0;  ///< where the next pass starts looking: after the one served last
   std::shared_ptr<const Links> links_;
   std::vector<Source> sources_;
   Rows rows_;

@@ -1,9 +1,12 @@
 // The serve pass: look, choose, gather, plan, experts, send, in this order from top to bottom. Nothing after gather
 // reads what peers can write.
+#include <sched.h>
+
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
+#include <optional>
 #include <tuple>
 
 #include "kernels/cpu/passes.h"
@@ -11,7 +14,8 @@
 namespace moed::cpu {
 namespace {
 
-constexpr uint32_t kMayMiss = 2;  // passes that a source may miss before nobody lingers for it
+constexpr uint32_t kMayRetry = 3;  // passes in which a source's rows may be incomplete
+constexpr uint32_t kMayMiss = 2;   // passes that a source may miss before nobody lingers for it
 
 uint32_t saturated(uint64_t ns) { return static_cast<uint32_t>(std::min<uint64_t>(ns, UINT32_MAX)); }
 
@@ -132,7 +136,8 @@ void send(const SendArgs& a) {
       }
     }
     for (uint32_t c = 0; c < s.latent; ++c) partial[c] = float_to_bf16(sum[c]);
-    auto* lines = reinterpret_cast<Line*>(source.answer_segment + a.layout->partial(source.lane, a.rows->place[r].token));
+    auto* lines =
+        reinterpret_cast<Line*>(source.answer_segment + a.layout->partial(source.lane, a.rows->place[r].token));
     store_record(lines, partial.data(), uint64_t{s.latent} * 2, source.sequence);
   }
 }
@@ -172,7 +177,10 @@ ServePass::~ServePass() {
 bool ServePass::step(Nanos now, const std::shared_ptr<const Links>& links, ServeRecord& out) {
   const State state = static_cast<State>(state_.load(std::memory_order_acquire));
   look(now, *links);
-  if (state == State::running) return false;
+  if (state == State::running) {
+    ::sched_yield();  // the pass may be waiting for this very core
+    return false;
+  }
   bool ended = false;
   if (state == State::ended) {
     settle(out);
@@ -220,7 +228,7 @@ void ServePass::choose(Nanos now, const std::shared_ptr<const Links>& links) {
   const uint64_t limit = pass_pairs(o);
   const uint32_t lanes = common_.layout.lanes_all;
   uint64_t pairs = 0;
-  bool full = false;
+  std::optional<uint32_t> first_left;  // the next pass starts with the first source that did not fit into this one
   const uint32_t start = next_;
   links_ = links;
   sources_.clear();
@@ -247,7 +255,7 @@ void ServePass::choose(Nanos now, const std::shared_ptr<const Links>& links) {
     source.status = check_call(source.call, o.shape, o.max_tokens);
     const uint64_t more = uint64_t{row_count(source.call)} * o.shape.top_k;
     if (source.status == Status::ok && pairs + more > limit && !sources_.empty()) {
-      full = true;
+      if (!first_left) first_left = at;
       watch.pending = source.sequence;
       continue;
     }
@@ -258,17 +266,21 @@ void ServePass::choose(Nanos now, const std::shared_ptr<const Links>& links) {
     next_ = (at + 1) % static_cast<uint32_t>(watch_.size());
     sources_.push_back(source);
   }
+  if (first_left) next_ = *first_left;
+  if (sources_.empty()) links_.reset();
   record_ = {};
   record_.start = now;
   record_.wait_ns = now > first_pending_ ? now - first_pending_ : 0;
-  first_pending_ = full ? now : 0;
+  first_pending_ = first_left ? now : 0;
 }
 
-/// After a pass: sources that were not complete are looked at again.
+/// After a pass: a source whose rows were not complete is looked at again, but not for ever: whoever announces rows and
+/// never sends them is dropped.
 void ServePass::settle(ServeRecord& out) {
   for (const Source& source : sources_) {
-    if (source.seen != Seen::older) continue;
     Watch& watch = watch_[uint64_t{source.rank} * common_.layout.lanes_all + source.lane];
+    if (source.seen != Seen::older) watch.retries = 0;
+    if (source.seen != Seen::older || watch.retries++ >= kMayRetry) continue;
     if (watch.served != source.sequence || watch.pending != 0) continue;
     watch.pending = source.sequence;
     watch.since = record_.start;
@@ -283,37 +295,54 @@ void ServePass::work() {
   const BackendOptions& o = common_.options;
   const Nanos started = now_ns();
   gather({.shape = &o.shape, .layout = &common_.layout, .sources = sources_, .rows = &rows_});
-  plan({.shape = &o.shape, .model = &o.weights, .rank = o.rank, .ranks = o.ranks, .sources = sources_, .rows = &rows_,
+  plan({.shape = &o.shape,
+        .model = &o.weights,
+        .rank = o.rank,
+        .ranks = o.ranks,
+        .sources = sources_,
+        .rows = &rows_,
         .plan = &plan_});
   const Nanos gathered = now_ns();
   const bool drill = drilling(common_, gathered);
   if (drill) delay(o.drills.experts_delay_us);
-  experts({.shape = &o.shape, .model = &o.weights, .rows = &rows_, .plan = &plan_, .out = pairs_.get(),
+  experts({.shape = &o.shape,
+           .model = &o.weights,
+           .rows = &rows_,
+           .plan = &plan_,
+           .out = pairs_.get(),
            .scratch = scratch_.get()});
   const Nanos computed = now_ns();
   if (drill) delay(o.drills.send_delay_us);
-  send({.shape = &o.shape, .layout = &common_.layout, .rank = o.rank, .ranks = o.ranks, .sources = sources_,
-        .model = &o.weights, .rows = &rows_, .plan = &plan_, .pairs = pairs_.get()});
+  send({.shape = &o.shape,
+        .layout = &common_.layout,
+        .rank = o.rank,
+        .ranks = o.ranks,
+        .sources = sources_,
+        .model = &o.weights,
+        .rows = &rows_,
+        .plan = &plan_,
+        .pairs = pairs_.get()});
   record_.rows = rows_.count;
   record_.pairs = static_cast<uint32_t>(plan_.pairs.size());
   record_.weight_bytes = plan_.experts * expert_bytes(o.shape);
   record_.gather_ns = gathered - started;
   record_.experts_ns = computed - gathered;
   for (const Source& source : sources_) {
-    record_.refused += source.status == Status::ok ? 0 : 1;
+    record_.refused += source.status == Status::ok && source.seen != Seen::older ? 0 : 1;
     record_.sources += source.seen == Seen::same ? 1 : 0;
   }
   for (const Source& source : sources_) {
     if (source.seen != Seen::same) continue;
-    const ReturnLine line{.status = static_cast<uint32_t>(source.status),
-                          .rows = source.rows,
-                          .pass_rows = rows_.count,
-                          .pass_sources = record_.sources,
-                          .queue_ns = saturated(source.queue_ns + (started > record_.start ? started - record_.start : 0)),
-                          .experts_ns = saturated(computed - gathered),
-                          .send_ns = saturated(now_ns() - computed)};
-    store_line(*reinterpret_cast<Line*>(source.answer_segment + common_.layout.return_line(source.lane)), &line, sizeof line,
-               source.sequence);
+    const ReturnLine line{
+        .status = static_cast<uint32_t>(source.status),
+        .rows = source.rows,
+        .pass_rows = rows_.count,
+        .pass_sources = record_.sources,
+        .queue_ns = saturated(source.queue_ns + (started > record_.start ? started - record_.start : 0)),
+        .experts_ns = saturated(computed - gathered),
+        .send_ns = saturated(now_ns() - computed)};
+    store_line(*reinterpret_cast<Line*>(source.answer_segment + common_.layout.return_line(source.lane)), &line,
+               sizeof line, source.sequence);
     if (source.rank != o.rank) ring(*(*links_)[source.rank].doorbell);
   }
   record_.send_ns = now_ns() - computed;

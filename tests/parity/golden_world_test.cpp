@@ -37,7 +37,8 @@ ModelWeights rank_weights(Checkpoint& checkpoint, uint32_t rank, uint32_t ranks)
     LayerWeights& layer = weights.layers.emplace_back();
     for (uint32_t e = first_expert(s, rank, ranks); e < first_expert(s, rank + 1, ranks); ++e) {
       const ExpertTensors t = checkpoint.expert(s.first_layer + i, e);
-      layer.experts.push_back({t.w1.data(), t.w1_scale.data(), t.w2.data(), t.w2_scale.data(), t.w3.data(), t.w3_scale.data()});
+      layer.experts.push_back(
+          {t.w1.data(), t.w1_scale.data(), t.w2.data(), t.w2_scale.data(), t.w3.data(), t.w3_scale.data()});
     }
     layer.norm = checkpoint.norm(s.first_layer + i);
   }
@@ -47,7 +48,12 @@ ModelWeights rank_weights(Checkpoint& checkpoint, uint32_t rank, uint32_t ranks)
 void run_set(World& world, const std::string& dir, uint32_t layer, uint32_t ranks) {
   const std::string set = "routed" + std::to_string(layer);
   const std::string suffix = "_n" + std::to_string(ranks);
-  Job job{.layer = layer, .flags = 0, .timeout_us = 60'000'000, .x = read_array<uint16_t>(dir, set + "_x"), .ids = read_array<int32_t>(dir, set + "_ids"), .weights = read_array<float>(dir, set + "_weights")};
+  Job job{.layer = layer,
+          .flags = 0,
+          .timeout_us = 60'000'000,
+          .x = read_array<uint16_t>(dir, set + "_x"),
+          .ids = read_array<int32_t>(dir, set + "_ids"),
+          .weights = read_array<float>(dir, set + "_weights")};
   std::vector<uint16_t> first;
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     const auto engine = world.engine(rank);
@@ -59,7 +65,8 @@ void run_set(World& world, const std::string& dir, uint32_t layer, uint32_t rank
       const auto want = read_array<uint16_t>(dir, set + (norm ? "_out" : "_latent") + suffix);
       const Closeness c = compare_rows(got, want, got.size() / 8);
       EXPECT_TRUE(c.ok) << dir << " " << set << suffix << " from rank " << rank << ": " << c.text();
-      if (rank == 0) std::printf("%s%s %s: %s\n", set.c_str(), suffix.c_str(), norm ? "out" : "latent", c.text().c_str());
+      if (rank == 0)
+        std::printf("%s%s %s: %s\n", set.c_str(), suffix.c_str(), norm ? "out" : "latent", c.text().c_str());
       if (!norm) continue;
       if (rank == 0) first = got;
       EXPECT_EQ(got, first) << "rank " << rank << " gets other bits than rank 0";
@@ -72,8 +79,9 @@ TEST(GoldenWorld, EveryRoutedSetFromEveryRank) {
   for (const std::string& dir : data_sets()) {
     Checkpoint checkpoint(dir + "/checkpoint");
     for (uint32_t ranks = 1; ranks <= 5; ++ranks) {
-      World world({.shape = checkpoint.shape(), .ranks = ranks, .max_tokens = 16,
-                   .weights = [&](uint32_t rank) { return rank_weights(checkpoint, rank, ranks); }});
+      World world({.shape = checkpoint.shape(), .ranks = ranks, .max_tokens = 16, .weights = [&](uint32_t rank) {
+                     return rank_weights(checkpoint, rank, ranks);
+                   }});
       for (uint32_t m = 0; m < checkpoint.shape().layers; ++m, ++sets)
         run_set(world, dir, checkpoint.shape().first_layer + m, ranks);
     }
@@ -101,24 +109,43 @@ TEST(GoldenWorld, CombineEveryBit) {
     for (uint32_t t = 0; t < kTokens; ++t) {
       if (used[t * kRanks + r] == 0) continue;
       ids[t * kRanks + r] = static_cast<int32_t>(first_expert(shape, r, kRanks));
-      store_record(reinterpret_cast<Line*>(base + layout.partial(0, t)), &partials[(uint64_t{t} * kRanks + r) * shape.latent],
-                   shape.latent * 2, sequence(1, 7));
+      store_record(reinterpret_cast<Line*>(base + layout.partial(0, t)),
+                   &partials[(uint64_t{t} * kRanks + r) * shape.latent], shape.latent * 2, sequence(1, 7));
     }
   }
   const std::vector<uint16_t> gamma = checkpoint.norm(1);
   std::vector<uint16_t> out(uint64_t{kTokens} * shape.latent);
   for (const bool norm : {false, true}) {
     uint32_t culprit = 0;
-    ASSERT_TRUE(cpu::reduce({.shape = &shape, .layout = &layout, .ranks = kRanks, .lane = 0, .tokens = kTokens, .norm = norm,
-                             .ids = ids.data(), .gamma = gamma.data(), .from = from, .out = out.data()}, culprit));
+    ASSERT_TRUE(cpu::reduce({.shape = &shape,
+                             .layout = &layout,
+                             .ranks = kRanks,
+                             .lane = 0,
+                             .tokens = kTokens,
+                             .norm = norm,
+                             .ids = ids.data(),
+                             .gamma = gamma.data(),
+                             .from = from,
+                             .out = out.data()},
+                            culprit));
     const auto want = read_array<uint16_t>(dir, norm ? "combine_normed" : "combine_latent");
     for (size_t i = 0; i < out.size(); ++i)
-      ASSERT_LE(bf16_ulps(out[i], want[i]), norm ? kNormUlps : 0) << "token " << i / shape.latent << " column " << i % shape.latent;
+      ASSERT_LE(bf16_ulps(out[i], want[i]), norm ? kNormUlps : 0)
+          << "token " << i / shape.latent << " column " << i % shape.latent;
   }
   from[3].sequence = sequence(1, 8);  // a partial of another call is not taken
   uint32_t culprit = 0;
-  EXPECT_FALSE(cpu::reduce({.shape = &shape, .layout = &layout, .ranks = kRanks, .lane = 0, .tokens = kTokens, .norm = false,
-                            .ids = ids.data(), .gamma = nullptr, .from = from, .out = out.data()}, culprit));
+  EXPECT_FALSE(cpu::reduce({.shape = &shape,
+                            .layout = &layout,
+                            .ranks = kRanks,
+                            .lane = 0,
+                            .tokens = kTokens,
+                            .norm = false,
+                            .ids = ids.data(),
+                            .gamma = nullptr,
+                            .from = from,
+                            .out = out.data()},
+                           culprit));
   EXPECT_EQ(culprit, 3U);
 }
 

@@ -3,6 +3,9 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +21,8 @@
 #include <thread>
 #include <vector>
 
+#include "daemon/abi/attach.h"
+#include "daemon/abi/socket.h"
 #include "daemon/client/moed.h"
 
 namespace moed::test {
@@ -59,6 +64,7 @@ inline pid_t spawn(const std::vector<std::string>& arguments, const std::string&
   const pid_t pid = ::fork();
   if (pid < 0) throw std::runtime_error("fork failed");
   if (pid != 0) return pid;
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that is stopped leaves nothing running
   const int fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
   ::dup2(fd, STDERR_FILENO);
   ::dup2(fd, STDOUT_FILENO);
@@ -97,6 +103,25 @@ class Daemon {
   std::string log() const { return read_file(log_path()); }
   pid_t pid() const { return pid_; }
 
+  /// What moectl status --json prints; empty when the daemon does not answer within 5 s.
+  std::string status_json() const {
+    const Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    socket().copy(address.sun_path, sizeof address.sun_path - 1);
+    const timeval limit{5, 0};
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    const StatusQuery query;
+    std::vector<std::byte> answer(kMaxStatusBytes);
+    std::vector<Fd> fds;
+    if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+        !send_message(fd.get(), &query, sizeof query))
+      return {};
+    const ssize_t got = receive_message(fd.get(), answer, fds);
+    return got <= 0 ? std::string()
+                    : std::string(reinterpret_cast<const char*>(answer.data()), static_cast<size_t>(got));
+  }
+
   void signal(int number) const { ::kill(pid_, number); }
 
   /// Ends it with SIGTERM; its exit code, -1 when it does not leave within 10 s.
@@ -123,7 +148,8 @@ class Daemon {
   std::string log_path() const { return dir_.path() + "/log"; }
 
   void start() {
-    std::vector<std::string> arguments{MOED_BINARY, "serve", "--set", "run_dir=" + run_dir_, "--set", "http.listen=127.0.0.1:0"};
+    std::vector<std::string> arguments{MOED_BINARY,           "serve", "--set",
+                                       "run_dir=" + run_dir_, "--set", "http.listen=127.0.0.1:0"};
     for (const std::string& s : sets_) {
       arguments.emplace_back("--set");
       arguments.push_back(s);
@@ -135,7 +161,8 @@ class Daemon {
   size_t count_ready() const {
     const std::string text = log();
     size_t count = 0;
-    for (size_t at = text.find(" info ready "); at != std::string::npos; at = text.find(" info ready ", at + 1)) ++count;
+    for (size_t at = text.find(" info ready "); at != std::string::npos; at = text.find(" info ready ", at + 1))
+      ++count;
     return count;
   }
 
@@ -165,7 +192,8 @@ class Lane {
   explicit Lane(const std::string& socket, moed_options options = {}) {
     options.size = sizeof options;
     const moed_status status = moed_attach(socket.c_str(), &options, &lane_);
-    if (status != MOED_OK) throw std::runtime_error(std::string(moed_status_name(status)) + ": " + moed_last_error(nullptr));
+    if (status != MOED_OK)
+      throw std::runtime_error(std::string(moed_status_name(status)) + ": " + moed_last_error(nullptr));
     info_.size = sizeof info_;
     if (moed_get_info(lane_, &info_) != MOED_OK) throw std::runtime_error(moed_last_error(lane_));
   }

@@ -176,7 +176,8 @@ class World {
 
  private:
   struct Node {
-    Node(const WorldOptions& w, uint32_t rank) : backend(make(w, rank)), metrics(info(w, rank)), service(*backend, metrics, loop(w)) {}
+    Node(const WorldOptions& w, uint32_t rank)
+        : backend(make(w, rank)), metrics(info(w, rank)), service(*backend, metrics, loop(w)) {}
     static std::unique_ptr<Backend> make(const WorldOptions& w, uint32_t rank) {
       BackendOptions o;
       o.shape = w.shape;

@@ -5,8 +5,8 @@
 #include <random>
 #include <thread>
 
-#include "daemon/abi/futex.h"
 #include "daemon/abi/call.h"
+#include "daemon/abi/futex.h"
 #include "tests/support/cases.h"
 #include "tests/support/process.h"
 #include "tests/support/synthetic.h"
@@ -27,18 +27,21 @@ Shape served_shape() { return make_shape(128, 64, 32, 12, 3); }
 
 /// One daemon for all tests of this file: synthetic weights, seed 9, the shape above.
 Daemon& daemon() {
-  static Daemon d({"model.source=synthetic", "model.seed=9", "limits.lanes=3", "limits.max_tokens=16", "limits.max_call_tokens=200",
-                   "limits.arena_mb=4", "calls.deadline_ms=5000", "calls.first_deadline_ms=5000",
+  static Daemon d({"model.source=synthetic", "model.seed=9", "limits.lanes=3", "limits.max_tokens=16",
+                   "limits.max_call_tokens=200", "limits.arena_mb=4", "calls.deadline_ms=5000",
+                   "calls.first_deadline_ms=5000",
                    "model.shape={hidden: 128, latent: 64, intermediate: 32, experts: 12, top_k: 3, layers: 2}"});
   return d;
 }
 
 const SyntheticModel& model() {
-  static const SyntheticModel m([] {
-    Shape s = served_shape();
-    s.layers = 2;
-    return s;
-  }(), 9);
+  static const SyntheticModel m(
+      [] {
+        Shape s = served_shape();
+        s.layers = 2;
+        return s;
+      }(),
+      9);
   return m;
 }
 
@@ -51,7 +54,8 @@ class Calls : public testing::Test {
     moed_reply_t reply{};
     const Nanos start = now_ns();
     const moed_status status = moed_call(lane_.get(), &call, &reply);
-    const Nanos limit = (call.timeout_us != 0 && call.timeout_us <= kMaxTimeoutUs ? call.timeout_us : kDeadlineUs) * 1000ULL;
+    const Nanos limit =
+        (call.timeout_us != 0 && call.timeout_us <= kMaxTimeoutUs ? call.timeout_us : kDeadlineUs) * 1000ULL;
     EXPECT_LE(now_ns() - start, limit + 100'000'000);
     EXPECT_EQ(status, reply.status);
     return reply;
@@ -77,7 +81,8 @@ class Calls : public testing::Test {
   }
 
   void expect_right(const oracle::Rows& rows, uint32_t layer, const moed_call_t& call) {
-    const Closeness c = compare_rows(lane_.out(call), right(rows, layer, (call.flags & MOED_FLAG_NO_NORM) == 0), served_shape().latent);
+    const Closeness c =
+        compare_rows(lane_.out(call), right(rows, layer, (call.flags & MOED_FLAG_NO_NORM) == 0), served_shape().latent);
     EXPECT_TRUE(c.ok) << c.text();
   }
 
@@ -85,7 +90,9 @@ class Calls : public testing::Test {
     for (const uint16_t bits : lane_.out(call)) ASSERT_EQ(bits, 0);
   }
 
-  oracle::Rows rows(uint32_t tokens, uint64_t seed = 1) { return make_rows(Routing::random, served_shape(), 1, tokens, seed); }
+  oracle::Rows rows(uint32_t tokens, uint64_t seed = 1) {
+    return make_rows(Routing::random, served_shape(), 1, tokens, seed);
+  }
 
   Lane lane_;
 };
@@ -135,7 +142,8 @@ TEST_F(Calls, ValidTokensCountAndPaddingIsNeitherReadNorLeft) {
 }
 
 TEST_F(Calls, AbsentAndRepeatedExperts) {
-  for (const Routing routing : {Routing::masked, Routing::all_masked, Routing::some_silent, Routing::duplicates, Routing::one_expert}) {
+  for (const Routing routing :
+       {Routing::masked, Routing::all_masked, Routing::some_silent, Routing::duplicates, Routing::one_expert}) {
     const oracle::Rows r = make_rows(routing, served_shape(), 1, 8, 4);
     const moed_call_t call = lay_out(r, 2);
     EXPECT_EQ(run(call).status, uint32_t{MOED_OK}) << name(routing);
@@ -149,14 +157,17 @@ TEST_F(Calls, EveryBadIdIsNamedOrMasked) {
   moed_call_t call = lay_out(good, 1);
   ASSERT_EQ(run(call).status, uint32_t{MOED_OK});
   const std::vector<uint16_t> before = lane_.out(call);
-  for (const int64_t bad : std::initializer_list<int64_t>{12, 13, 65535, 1LL << 30, INT32_MAX, -2, INT32_MIN, INT64_MAX, INT64_MIN, 1LL << 32}) {
+  for (const int64_t bad : std::initializer_list<int64_t>{12, 13, 65535, 1LL << 30, INT32_MAX, -2, INT32_MIN, INT64_MAX,
+                                                          INT64_MIN, 1LL << 32}) {
     const bool wide = bad < INT32_MIN || bad > INT32_MAX;
     std::vector<int64_t> ids(good.ids.begin(), good.ids.end());
     ids[4 * 3 + 2] = bad;
     const uint32_t form = MOED_FLAG_NO_NORM | (wide ? MOED_FLAG_IDS64 : 0);
     const auto put_ids = [&] {
-      if (wide) lane_.put(call.ids, ids);
-      else lane_.put(call.ids, std::vector<int32_t>(ids.begin(), ids.end()));
+      if (wide)
+        lane_.put(call.ids, ids);
+      else
+        lane_.put(call.ids, std::vector<int32_t>(ids.begin(), ids.end()));
     };
     call = lay_out(good, 1, form);
     put_ids();
@@ -217,7 +228,9 @@ TEST_F(Calls, PiecesGiveTheBitsOfSingleCalls) {
   const std::vector<uint16_t> want = right(r, 1);
   std::vector<uint16_t> whole;
   for (const uint32_t tokens : {200U, 1U, 15U, 16U, 17U, 32U, 33U, 45U, 127U, 129U, 199U}) {
-    oracle::Rows part{{r.x.begin(), r.x.begin() + tokens * 64}, {r.ids.begin(), r.ids.begin() + tokens * 3}, {r.weights.begin(), r.weights.begin() + tokens * 3}};
+    oracle::Rows part{{r.x.begin(), r.x.begin() + tokens * 64},
+                      {r.ids.begin(), r.ids.begin() + tokens * 3},
+                      {r.weights.begin(), r.weights.begin() + tokens * 3}};
     const moed_call_t call = lay_out(part, 1);
     ASSERT_EQ(run(call).status, uint32_t{MOED_OK}) << tokens;
     const std::vector<uint16_t> got = lane_.out(call);
@@ -265,10 +278,12 @@ TEST_F(Calls, EveryFieldOutOfRangeIsNamed) {
       {CallField::reserved, [](moed_call_t& c) { c.reserved[14] = 1; }},
   };
   const std::pair<CallField, uint64_t moed_call_t::*> offsets[] = {
-      {CallField::x, &moed_call_t::x},       {CallField::scales, &moed_call_t::scales}, {CallField::ids, &moed_call_t::ids},
-      {CallField::weights, &moed_call_t::weights}, {CallField::out, &moed_call_t::out}, {CallField::valid, &moed_call_t::valid}};
+      {CallField::x, &moed_call_t::x},     {CallField::scales, &moed_call_t::scales},
+      {CallField::ids, &moed_call_t::ids}, {CallField::weights, &moed_call_t::weights},
+      {CallField::out, &moed_call_t::out}, {CallField::valid, &moed_call_t::valid}};
   for (const auto& [field, member] : offsets)
-    for (const uint64_t value : {uint64_t{8}, arena, arena - 1, arena + 16, UINT64_MAX, UINT64_MAX - 15, uint64_t{1} << 63})
+    for (const uint64_t value :
+         {uint64_t{8}, arena, arena - 1, arena + 16, UINT64_MAX, UINT64_MAX - 15, uint64_t{1} << 63})
       all.push_back({field, [member, value](moed_call_t& c) { c.*member = value; }});
   for (const Bad& bad : all) {
     moed_call_t call = good;
