@@ -1,6 +1,7 @@
 // moectl status: one message to the daemon's socket, no lane is taken.
 #include "daemon/moectl/status.h"
 
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -99,8 +100,7 @@ std::string peers_table(const Json& peers) {
   for (const Json& p : peers) {
     const std::string link = get(p, "link", std::string("unknown"));
     std::string share = "-";
-    if (all > 0 && link == "ready")
-      share = std::to_string(static_cast<int>(get(p, "wait_s", 0.0) / all * 100 + 0.5)) + " %";
+    if (all > 0 && link == "ready") share = std::to_string(std::lround(get(p, "wait_s", 0.0) / all * 100)) + " %";
     const double heartbeat = get(p, "heartbeat_ms", -1.0);
     append(table, "%4llu  %-10s  %9s  %10s  %8llu  %6llu\n",
            static_cast<unsigned long long>(get(p, "rank", uint64_t{0})), link.c_str(),

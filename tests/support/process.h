@@ -82,11 +82,24 @@ inline int wait_for(pid_t pid, int ms) {
   }
 }
 
+/// A connection to a daemon's socket without libmoed; what is received must come within 5 s.
+inline Fd connect_raw(const std::string& socket) {
+  Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  socket.copy(address.sun_path, sizeof address.sun_path - 1);
+  const timeval limit{5, 0};
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+    throw std::runtime_error("cannot connect to " + socket + ": " + std::strerror(errno));
+  return fd;
+}
+
 class Daemon {
  public:
   /// sets: "a.b=c". The http port is any free one unless set.
-  explicit Daemon(std::vector<std::string> sets, std::string run_dir = {})
-      : sets_(std::move(sets)), run_dir_(run_dir.empty() ? dir_.path() : std::move(run_dir)) {
+  explicit Daemon(const std::vector<std::string>& sets, const std::string& run_dir = {})
+      : sets_(sets), run_dir_(run_dir.empty() ? dir_.path() : run_dir) {
     start();
     wait_ready();
   }
@@ -105,18 +118,11 @@ class Daemon {
 
   /// What moectl status --json prints; empty when the daemon does not answer within 5 s.
   std::string status_json() const {
-    const Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    socket().copy(address.sun_path, sizeof address.sun_path - 1);
-    const timeval limit{5, 0};
-    ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    const Fd fd = connect_raw(socket());
     const StatusQuery query;
     std::vector<std::byte> answer(kMaxStatusBytes);
     std::vector<Fd> fds;
-    if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
-        !send_message(fd.get(), &query, sizeof query))
-      return {};
+    if (!send_message(fd.get(), &query, sizeof query)) return {};
     const ssize_t got = receive_message(fd.get(), answer, fds);
     return got <= 0 ? std::string()
                     : std::string(reinterpret_cast<const char*>(answer.data()), static_cast<size_t>(got));

@@ -5,7 +5,6 @@
 #include <netinet/in.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 
 #include <random>
 
@@ -48,17 +47,6 @@ moed_status empty_call(const Lane& lane) {
   return moed_call(lane.get(), &call, &reply);
 }
 
-Fd raw_connection(const Daemon& daemon) {
-  Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  daemon.socket().copy(address.sun_path, sizeof address.sun_path - 1);
-  EXPECT_EQ(::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
-  const timeval limit{5, 0};
-  ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-  return fd;
-}
-
 TEST(Attach, EachRefusalSaysWhy) {
   Daemon daemon({"limits.lanes=1", "limits.arena_mb=2"});
   const Lane holder(daemon.socket(), with([](auto& o) { o.name = "engine-a"; }));
@@ -74,7 +62,7 @@ TEST(Attach, EachRefusalSaysWhy) {
   EXPECT_EQ(empty_call(holder), uint32_t{MOED_OK});
   Attach old;
   old.abi = 99;
-  const Fd fd = raw_connection(daemon);
+  const Fd fd = test::connect_raw(daemon.socket());
   ASSERT_TRUE(send_message(fd.get(), &old, sizeof old));
   Attached answer;
   std::vector<Fd> fds;
@@ -98,7 +86,7 @@ TEST(Attach, GarbageClosesItsConnectionAndNoOther) {
   const Lane lane(daemon.socket());
   std::mt19937 random(3);
   for (int i = 0; i < 300; ++i) {
-    const Fd fd = raw_connection(daemon);
+    const Fd fd = test::connect_raw(daemon.socket());
     std::vector<std::byte> bytes(1 + random() % 2000);
     for (std::byte& b : bytes) b = static_cast<std::byte>(random());
     if (i % 3 == 0) {  // a sound header, then nonsense
@@ -122,7 +110,7 @@ TEST(Attach, ConnectionsAreBoundedAndIdleOnesMakeRoom) {
   Daemon daemon({"limits.lanes=2"});
   const Lane lane(daemon.socket());
   std::vector<Fd> idle;
-  for (int i = 0; i < 200; ++i) idle.push_back(raw_connection(daemon));
+  for (int i = 0; i < 200; ++i) idle.push_back(test::connect_raw(daemon.socket()));
   EXPECT_EQ(empty_call(lane), uint32_t{MOED_OK});
   const auto closed = [&] {
     int count = 0;
@@ -149,7 +137,7 @@ TEST(Attach, AnEngineCannotShrinkItsMemoryAndMayScribbleInIt) {
   const Lane witness(daemon.socket());
   Attach ask;
   ask.arena_bytes = 1 << 20;
-  const Fd fd = raw_connection(daemon);
+  const Fd fd = test::connect_raw(daemon.socket());
   ASSERT_TRUE(send_message(fd.get(), &ask, sizeof ask));
   Attached answer;
   std::vector<Fd> fds;
@@ -277,7 +265,7 @@ TEST(Leaving, AKilledDaemonIsLostAndItsSuccessorTakesTheEngineBack) {
 }
 
 /// Runs `moed serve` with arguments that must fail; its exit code and what it said.
-std::pair<int, std::string> failing_daemon(std::vector<std::string> sets) {
+std::pair<int, std::string> failing_daemon(const std::vector<std::string>& sets) {
   const test::TempDir dir;
   std::vector<std::string> arguments{MOED_BINARY, "serve"};
   for (const std::string& s : sets) {

@@ -284,7 +284,7 @@ TEST_F(Calls, EveryFieldOutOfRangeIsNamed) {
   for (const auto& [field, member] : offsets)
     for (const uint64_t value :
          {uint64_t{8}, arena, arena - 1, arena + 16, UINT64_MAX, UINT64_MAX - 15, uint64_t{1} << 63})
-      all.push_back({field, [member, value](moed_call_t& c) { c.*member = value; }});
+      all.push_back({field, [at = member, value](moed_call_t& c) { c.*at = value; }});
   for (const Bad& bad : all) {
     moed_call_t call = good;
     bad.spoil(call);
