@@ -20,7 +20,6 @@ using test::Lane;
 using test::SyntheticModel;
 
 constexpr uint32_t kDeadlineUs = 5'000'000;
-constexpr uint32_t kMaxTokensHere = 16;
 constexpr uint32_t kMaxCallTokensHere = 200;
 
 Shape served_shape() { return make_shape(128, 64, 32, 12, 3); }

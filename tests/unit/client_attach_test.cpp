@@ -15,7 +15,6 @@ namespace {
 
 using namespace moed::fake;
 using moed::Fd;
-using moed::HostMailbox;
 using moed::Mapping;
 using moed::MessageType;
 using moed::now_ns;
