@@ -24,6 +24,7 @@
 #include "daemon/abi/attach.h"
 #include "daemon/abi/socket.h"
 #include "daemon/client/moed.h"
+#include "tests/support/temp_dir.h"
 
 namespace moed::test {
 
@@ -35,26 +36,6 @@ inline std::string read_file(const std::string& path) {
   text << file.rdbuf();
   return text.str();
 }
-
-/// A directory under /tmp that goes with the object.
-class TempDir {
- public:
-  TempDir() {
-    char pattern[] = "/tmp/moed-test-XXXXXX";
-    if (::mkdtemp(pattern) == nullptr) throw std::runtime_error("mkdtemp failed");
-    path_ = pattern;
-  }
-  TempDir(const TempDir&) = delete;
-  TempDir& operator=(const TempDir&) = delete;
-  ~TempDir() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 /// Starts `arguments` with stderr going to a file.
 inline pid_t spawn(const std::vector<std::string>& arguments, const std::string& log) {

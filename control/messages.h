@@ -1,0 +1,88 @@
+// Wire structs of the handshake (our own TCP) and of the active messages (UCX) between two daemons. Fixed sizes, fixed
+// order, little-endian; nothing is looked at before its HMAC holds, except the key's id.
+//
+//   dialler                                   listener
+//     Hello            ----------------->                 who I am, what I serve, a fresh nonce
+//                      <-----------------       Hello
+//     Proof            ----------------->                 HMAC over both Hellos and the rest of the Proof
+//                      <-----------------       Proof
+//     (the connection stays: its end is the link's end)
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "daemon/abi/shape.h"
+
+namespace moed::control {
+
+inline constexpr uint32_t kHelloMagic = 0x4f4c'4548u;  // "HELO"
+inline constexpr uint32_t kMaxUcxAddress = 1024;
+
+/// What a daemon says of itself. Every field but incarnation, build and nonce has to agree with the other side's.
+struct Hello {
+  uint32_t magic = kHelloMagic;
+  uint32_t protocol = 0, numerics = 0;
+  uint32_t rank = 0, ranks = 0;
+  uint32_t lanes = 0, max_tokens = 0;
+  uint32_t transport = 0;     ///< 0 heap, 1 nccl
+  uint32_t handle_kinds = 0;  ///< bit k: HandleKind k can be created and imported
+  uint32_t pad = 0;
+  uint64_t incarnation = 0;  ///< this life of the daemon
+  char group[32] = {};
+  char key_id[16] = {};    ///< which shared key proves
+  char revision[32] = {};  ///< the operator's name for the weights
+  char build[32] = {};     ///< shown, not compared
+  uint8_t model_digest[32] = {};
+  uint8_t nonce[32] = {};
+  Shape shape;
+};
+static_assert(sizeof(Hello) == 352 && std::is_trivially_copyable_v<Hello>);
+
+/// Proves knowledge of the key named in the Hello and carries what only a proven peer is told.
+struct Proof {
+  uint8_t hmac[32] = {};          ///< over label, dialler's Hello, listener's Hello, the rest of this struct
+  uint32_t greatest_session = 0;  ///< seen with this peer, 0: none
+  uint16_t address_bytes = 0;
+  uint16_t pad = 0;
+  uint8_t address[kMaxUcxAddress] = {};  ///< of the UCX worker
+};
+static_assert(sizeof(Proof) == 1064 && std::is_trivially_copyable_v<Proof>);
+
+enum class MessageId : uint32_t { segment = 1, mapped = 2, ready = 3, heartbeat = 4, leaving = 5, nccl = 6, round = 7 };
+
+/// In front of every active message. counter never repeats within a link; hmac covers header (hmac zero) and body.
+struct MessageHeader {
+  MessageId id{};
+  uint32_t rank = 0;
+  uint64_t incarnation = 0;
+  uint64_t counter = 0;
+  uint8_t hmac[16] = {};
+};
+static_assert(sizeof(MessageHeader) == 40);
+
+/// How to map what the receiver may write at the sender. For descriptor kinds a handle is a one-time token.
+struct SegmentBody {
+  uint32_t kind = 0;
+  uint32_t pad = 0;
+  uint64_t bytes = 0;
+  uint8_t segment[64] = {};
+  uint8_t doorbell[64] = {};
+};
+
+struct ReadyBody {
+  uint32_t session = 0;
+  uint32_t pad = 0;
+};
+
+enum class Busy : uint32_t { no = 0, loading = 1, mapping = 2, draining = 3 };
+
+struct HeartbeatBody {
+  uint32_t service_age_us = 0;  ///< since the service loop's last turn
+  uint32_t gpu_age_us = 0;      ///< since the GPU last made progress while calls waited
+  Busy busy = Busy::no;
+  uint32_t pad = 0;
+  uint32_t wait_us[kMaxRanks] = {};  ///< this rank's row of the wait matrix: waited for rank r in the last interval
+};
+
+}  // namespace moed::control

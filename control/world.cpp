@@ -1,0 +1,172 @@
+#include "control/world.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moed::control {
+namespace {
+
+constexpr uint32_t kMaxSession = (1U << 20) - 1;  // the sequence's share of bits
+
+std::string text_of(const char* field, size_t size) { return {field, ::strnlen(field, size)}; }
+
+std::string hex(const uint8_t* bytes, size_t count) {
+  constexpr const char* digits = "0123456789abcdef";
+  std::string s;
+  for (size_t i = 0; i < count; ++i) {
+    s += digits[bytes[i] >> 4];
+    s += digits[bytes[i] & 15];
+  }
+  return s;
+}
+
+/// The numbers of a shape in the order of its fields, for a sentence.
+std::string text_of(const Shape& s) {
+  std::string text;
+  for (const uint32_t n :
+       {s.hidden, s.latent, s.intermediate, s.shared_intermediate, s.experts, s.top_k, s.first_layer, s.layers})
+    text += (text.empty() ? "" : "/") + std::to_string(n);
+  return text;
+}
+
+}  // namespace
+
+std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) {
+  const std::string who = "peer " + std::to_string(theirs.rank) + ": ";
+  const auto differs = [&who](const char* field, const std::string& there, const std::string& here) {
+    return who + field + " " + there + ", here " + here;
+  };
+  const struct {
+    const char* field;
+    uint64_t there, here;
+  } numbers[] = {{"protocol", theirs.protocol, ours.protocol},
+                 {"numerics", theirs.numerics, ours.numerics},
+                 {"ranks", theirs.ranks, ours.ranks},
+                 {"lanes", theirs.lanes, ours.lanes},
+                 {"max_tokens", theirs.max_tokens, ours.max_tokens},
+                 {"transport", theirs.transport, ours.transport}};
+  const std::string group = text_of(theirs.group, sizeof theirs.group);
+  const std::string our_group = text_of(ours.group, sizeof ours.group);
+  if (group != our_group) return differs("group", group, our_group);
+  for (const auto& n : numbers)
+    if (n.there != n.here) return differs(n.field, std::to_string(n.there), std::to_string(n.here));
+  if (theirs.rank >= ours.ranks)
+    return differs("rank", std::to_string(theirs.rank), "0.." + std::to_string(ours.ranks - 1));
+  if (theirs.rank == ours.rank) return differs("rank", std::to_string(theirs.rank), "the same: two daemons hold it");
+  if (!(theirs.shape == ours.shape)) return differs("shape", text_of(theirs.shape), text_of(ours.shape));
+  if (std::memcmp(theirs.model_digest, ours.model_digest, sizeof ours.model_digest) != 0)
+    return differs("model digest", hex(theirs.model_digest, 8) + "..", hex(ours.model_digest, 8) + "..");
+  const std::string revision = text_of(theirs.revision, sizeof theirs.revision);
+  const std::string our_revision = text_of(ours.revision, sizeof ours.revision);
+  if (revision != our_revision) return differs("weights revision", "'" + revision + "'", "'" + our_revision + "'");
+  if ((theirs.handle_kinds & ours.handle_kinds) == 0)
+    return differs("handle kinds", std::to_string(theirs.handle_kinds),
+                   std::to_string(ours.handle_kinds) + ": none in common");
+  return {};
+}
+
+World::World(uint32_t rank, uint32_t ranks, Nanos lost_after) : rank_(rank), lost_after_(lost_after), peers_(ranks) {
+  Peer& own = peers_[rank];
+  own.state = State::ready;
+  own.session = own.greatest_session = 1;
+  own.we_mapped = own.they_mapped = own.we_ready = own.they_ready = true;
+}
+
+std::optional<std::string> World::proven(uint32_t rank, uint64_t incarnation, uint32_t their_greatest_session,
+                                         Nanos now) {
+  Peer& p = peers_[rank];
+  if (rank == rank_) return "rank " + std::to_string(rank) + " is this daemon";
+  if (alive(rank)) return "rank " + std::to_string(rank) + " is linked already (" + name(p.state) + ")";
+  const uint32_t greatest = std::max(p.greatest_session, their_greatest_session);
+  if (greatest >= kMaxSession)
+    return "rank " + std::to_string(rank) + " has used up its sessions: " + std::to_string(greatest);
+  Peer next;
+  next.incarnation = incarnation;
+  next.session = next.greatest_session = greatest + 1;
+  next.heard = now;
+  std::copy(std::begin(p.losses), std::end(p.losses), std::begin(next.losses));
+  p = next;
+  return {};
+}
+
+bool World::heard(uint32_t rank, uint64_t incarnation, uint64_t counter, Nanos now) {
+  if (rank >= peers_.size() || rank == rank_ || !alive(rank)) return false;
+  Peer& p = peers_[rank];
+  if (p.incarnation != incarnation || counter <= p.last_counter) return false;
+  p.last_counter = counter;
+  p.heard = now;
+  return true;
+}
+
+/// Whether the flags just set carry the link a state further.
+bool World::advance(Peer& p) {
+  if (p.state == State::connecting && p.we_mapped && p.they_mapped) {
+    p.state = State::mapped;
+    return true;
+  }
+  if (p.state == State::mapped && p.we_ready && p.they_ready) {
+    p.state = State::ready;
+    return true;
+  }
+  return false;
+}
+
+bool World::we_mapped(uint32_t rank) {
+  if (!alive(rank)) return false;
+  peers_[rank].we_mapped = true;
+  return advance(peers_[rank]);
+}
+
+bool World::they_mapped(uint32_t rank) {
+  if (!alive(rank)) return false;
+  peers_[rank].they_mapped = true;
+  return advance(peers_[rank]);
+}
+
+bool World::we_are_ready(uint32_t rank) {
+  if (!alive(rank)) return false;
+  peers_[rank].we_ready = true;
+  return advance(peers_[rank]);
+}
+
+bool World::they_are_ready(uint32_t rank, uint32_t session) {
+  if (!alive(rank) || peers_[rank].session != session) return false;
+  peers_[rank].they_ready = true;
+  return advance(peers_[rank]);
+}
+
+void World::beat(uint32_t rank, const HeartbeatBody& beat) {
+  if (alive(rank)) peers_[rank].beat = beat;
+}
+
+bool World::lose(uint32_t rank, Loss why) {
+  if (rank == rank_ || !alive(rank)) return false;
+  Peer& p = peers_[rank];
+  // A link that was never up goes back to where it was: nobody has lost anything.
+  const bool was_up = p.state == State::mapped || p.state == State::ready;
+  p.state = was_up || p.losses[0] + p.losses[1] + p.losses[2] > 0 ? State::lost : State::connecting;
+  p.incarnation = 0;
+  p.we_mapped = p.they_mapped = p.we_ready = p.they_ready = false;
+  if (was_up) ++p.losses[static_cast<uint32_t>(why)];
+  return true;
+}
+
+std::vector<uint32_t> World::silent(Nanos now) const {
+  std::vector<uint32_t> ranks;
+  for (uint32_t r = 0; r < peers_.size(); ++r)
+    if (r != rank_ && alive(r) && now > peers_[r].heard + lost_after_) ranks.push_back(r);
+  return ranks;
+}
+
+std::vector<std::string> World::missing() const {
+  std::vector<std::string> all;
+  for (uint32_t r = 0; r < peers_.size(); ++r)
+    if (peers_[r].state != State::ready) all.push_back("link " + std::to_string(r) + ": " + name(peers_[r].state));
+  return all;
+}
+
+bool World::ready() const {
+  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.state == State::ready; });
+}
+
+}  // namespace moed::control
