@@ -1,8 +1,8 @@
 // UCX active messages between daemons: one worker over TCP, driven by an Asio context. Endpoints are made from worker
 // addresses that were exchanged and proven elsewhere; there is no listener, because UCX's aborts on garbage (1.13).
 //
-// UCX_MEM_EVENTS=n has to be in the environment when the process starts: UCX patches mmap while its library loads,
-// which CUDA and TSan do not survive.
+// UCX_MEM_EVENTS=n has to be in the environment when the process starts: otherwise UCX patches mmap while its library
+// loads, and a process under TSan crashes.
 #pragma once
 
 #include <cstdint>
