@@ -18,6 +18,8 @@
 #include <system_error>
 #include <unordered_set>
 
+#include "daemon/log.h"
+
 namespace moed {
 namespace {
 
@@ -163,6 +165,7 @@ class HttpServer::Listener::Session : public std::enable_shared_from_this<Sessio
 void HttpServer::Listener::accepted(error_code error, tcp::socket socket) {
   if (stopped_) return;
   if (error) {
+    log_error("accept failed", {{"where", "http"}, {"reason", error.message()}});
     pause_.expires_after(kAcceptPause);
     pause_.async_wait([self = shared_from_this()](error_code) {
       if (!self->stopped_) self->accept();

@@ -40,6 +40,7 @@ enum Exit {
 
 constexpr Nanos kAlive = 2'000'000'000;  ///< a loop whose last tick is older is not alive
 constexpr Nanos kLongestDrain = (kMaxTimeoutUs + 1'000'000) * Nanos{1000};  ///< every call has ended by its deadline
+constexpr Nanos kLastBells = 100'000'000;  ///< how long engines hear `draining` before the daemon is gone
 constexpr milliseconds kTick{200};
 constexpr milliseconds kDrainLook{5};
 
@@ -252,14 +253,17 @@ class Daemon {
       draining_ = true;
       attach_.drain();
       service_.drain();
-      drain_until_ = now_ns() + kLongestDrain;
+      drained_since_ = now_ns();
       wait_for_signal();
       look_whether_drained();
     });
   }
 
   void look_whether_drained() {
-    if (service_.in_flight() == 0 || now_ns() >= drain_until_) return io_.stop();
+    // A bell that rang just before or after still gets its answer: draining.
+    const Nanos since = now_ns() - drained_since_;
+    const bool quiet = service_.in_flight() == 0 && (since > kLastBells || attach_.lanes().empty());
+    if (quiet || since > kLongestDrain) return io_.stop();
     drain_timer_.expires_after(kDrainLook);
     drain_timer_.async_wait([this](boost::system::error_code error) {
       if (!error) look_whether_drained();
@@ -289,7 +293,7 @@ class Daemon {
   asio::signal_set signals_;
   asio::steady_timer timer_, drain_timer_;
   bool draining_ = false;
-  Nanos drain_until_ = 0;
+  Nanos drained_since_ = 0;
 };
 
 /// Runs `what` and turns what it throws into an exit code and one sentence.

@@ -135,8 +135,7 @@ class CpuBackend final : public Backend {
     update([&](Links& links) {
       Link& link = links[rank];
       if (link.state != LinkState::connecting) link.state = LinkState::lost;
-      for (std::shared_ptr<Region>* region : {&link.mine, &link.theirs, &link.doorbell})
-        if (*region) retired_.push_back(std::move(*region));
+      link.mine = link.theirs = link.doorbell = nullptr;
     });
     sweep();
   }
@@ -327,14 +326,15 @@ class CpuBackend final : public Backend {
     const std::lock_guard lock(links_mutex_);
     auto next = std::make_shared<Links>(*links_);
     change(*next);
-    links_ = std::move(next);
+    old_.push_back(std::exchange(links_, std::move(next)));
     version_.fetch_add(1, std::memory_order_release);
   }
 
-  /// Frees the retired memory that no pass holds any more: here, so that the service thread never unmaps.
+  /// Frees the pictures that no pass holds any more, and with them retired memory. This list holds each picture at
+  /// least as long as the service thread does, so that the service thread never unmaps.
   void sweep() {
     const std::lock_guard lock(links_mutex_);
-    std::erase_if(retired_, [](const std::shared_ptr<Region>& region) { return region.use_count() == 1; });
+    std::erase_if(old_, [](const std::shared_ptr<const Links>& picture) { return picture.use_count() == 1; });
   }
 
   std::shared_ptr<const Links> links_now() {
@@ -355,7 +355,7 @@ class CpuBackend final : public Backend {
   Common common_;
   std::mutex links_mutex_;
   std::shared_ptr<const Links> links_;
-  std::vector<std::shared_ptr<Region>> retired_;  // of lost links, until the last pass that uses them has ended
+  std::vector<std::shared_ptr<const Links>> old_;  // earlier pictures, until the last pass that uses them has ended
   std::atomic<uint64_t> version_{1};
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::mutex error_mutex_;

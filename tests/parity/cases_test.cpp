@@ -128,7 +128,7 @@ TEST_P(Composition, ARowHasTheSameBitsInEveryPass) {
   const Shape shape = make_shape(128, 128, 64, 12, 4);
   const SyntheticModel model(shape, 11);
   constexpr uint32_t kRanks = 3;
-  // max_pairs small and linger long: passes are cut and mixed in many ways.
+  // One call nearly fills a pass and the linger is long: passes are cut and mixed in many ways.
   World world({.shape = shape,
                .ranks = kRanks,
                .lanes = 2,

@@ -227,6 +227,21 @@ TEST(Leaving, SigtermLetsACallEndAndRefusesNewOnes) {
   EXPECT_EQ(daemon.reap(10'000), 0);
 }
 
+/// An engine that keeps calling hears `draining` first, and only then that the daemon is gone.
+TEST(Leaving, IdleLanesHearThatTheDaemonDrains) {
+  for (int i = 0; i < 5; ++i) {
+    Daemon daemon({});
+    const Lane lane(daemon.socket());
+    ASSERT_EQ(empty_call(lane), uint32_t{MOED_OK});
+    daemon.signal(SIGTERM);
+    moed_status status = MOED_OK;
+    for (const Nanos until = now_ns() + 5'000'000'000; status == MOED_OK && now_ns() < until;)
+      status = empty_call(lane);
+    EXPECT_EQ(status, uint32_t{MOED_DRAINING});
+    EXPECT_EQ(daemon.reap(10'000), 0);
+  }
+}
+
 TEST(Leaving, TwoSigtermsEndAtOnce) {
   Daemon daemon({"debug.experts_delay_us=900000"});
   const Lane lane(daemon.socket());

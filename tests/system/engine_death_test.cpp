@@ -121,6 +121,7 @@ size_t lanes_attached(const Daemon& daemon) {
 /// The usage once the last detach is through and only the engine beside is there.
 Usage settled(const Daemon& daemon) {
   for (int i = 0; i < 400 && lanes_attached(daemon) != 1; ++i) test::sleep_ms(5);
+  EXPECT_EQ(lanes_attached(daemon), 1U);
   test::sleep_ms(50);  // the lane's memory goes right after it leaves the list
   return usage(daemon);
 }
