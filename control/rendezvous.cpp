@@ -18,6 +18,7 @@
 #include <stdexcept>
 
 #include "control/world.h"
+#include "daemon/abi/text.h"
 
 namespace moed::control {
 namespace {
@@ -63,6 +64,7 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
   Impl(asio::io_context& io, RendezvousOptions options, RendezvousHandlers handlers, KeyRing& keys)
       : io_(io), options_(std::move(options)), handlers_(std::move(handlers)), keys_(keys), acceptor_(io), pause_(io) {
     for (uint32_t r = 0; r < options_.peers.size(); ++r) slots_.push_back(std::make_unique<Slot>(io));
+    for (const std::string& peer : options_.peers) split(peer);  // what is no address is refused now, not at a dial
     listen();
   }
 
@@ -155,12 +157,7 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     Slot& slot = *slots_[rank];
     if (stopped_ || slot.dialling || slot.chosen) return;
     slot.dialling = true;
-    HostPort at;
-    try {
-      at = split(options_.peers[rank]);
-    } catch (const std::exception& e) {
-      return handlers_.refused(e.what());
-    }
+    const HostPort at = split(options_.peers[rank]);
     slot.resolver.async_resolve(
         at.host, at.port,
         [self = shared_from_this(), rank](boost::system::error_code error, const tcp::resolver::results_type& found) {
@@ -206,9 +203,7 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
 
   void say_hello(const ConnectionPtr& c) {
     c->ours = options_.hello;
-    const std::string id = c->side == Side::dialler
-                               ? keys_.newest()
-                               : std::string(c->theirs.key_id, ::strnlen(c->theirs.key_id, sizeof c->theirs.key_id));
+    const std::string id = c->side == Side::dialler ? keys_.newest() : field_text(c->theirs.key_id);
     id.copy(c->ours.key_id, sizeof c->ours.key_id - 1);
     const auto nonce = fresh_nonce();
     std::copy(nonce.begin(), nonce.end(), c->ours.nonce);
@@ -247,7 +242,7 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void heard_hello(const ConnectionPtr& c) {
-    const std::string id(c->theirs.key_id, ::strnlen(c->theirs.key_id, sizeof c->theirs.key_id));
+    const std::string id = field_text(c->theirs.key_id);
     const Key* key = keys_.find(c->side == Side::dialler ? std::string(c->ours.key_id) : id);
     if (key == nullptr)
       return refuse(c, "a peer with key id '" + printable(id) + "', which is not in control.secret_dir");

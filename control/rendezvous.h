@@ -51,7 +51,8 @@ struct RendezvousHandlers {
 
 class Rendezvous {
  public:
-  /// Listens and begins to dial. Throws std::runtime_error naming address and reason when it cannot listen.
+  /// Listens and begins to dial. Throws std::runtime_error naming address and reason when it cannot listen or a
+  /// peer's address is none.
   Rendezvous(boost::asio::io_context& io, RendezvousOptions options, RendezvousHandlers handlers, KeyRing& keys);
   ~Rendezvous();
   Rendezvous(const Rendezvous&) = delete;

@@ -3,22 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "daemon/abi/text.h"
+
 namespace moed::control {
 namespace {
 
 constexpr uint32_t kMaxSession = (1U << 20) - 1;  // the sequence's share of bits
-
-std::string text_of(const char* field, size_t size) { return {field, ::strnlen(field, size)}; }
-
-std::string hex(const uint8_t* bytes, size_t count) {
-  constexpr const char* digits = "0123456789abcdef";
-  std::string s;
-  for (size_t i = 0; i < count; ++i) {
-    s += digits[bytes[i] >> 4];
-    s += digits[bytes[i] & 15];
-  }
-  return s;
-}
 
 /// The numbers of a shape in the order of its fields, for a sentence.
 std::string text_of(const Shape& s) {
@@ -45,8 +35,8 @@ std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) 
                  {"lanes", theirs.lanes, ours.lanes},
                  {"max_tokens", theirs.max_tokens, ours.max_tokens},
                  {"transport", theirs.transport, ours.transport}};
-  const std::string group = text_of(theirs.group, sizeof theirs.group);
-  const std::string our_group = text_of(ours.group, sizeof ours.group);
+  const std::string group = field_text(theirs.group);
+  const std::string our_group = field_text(ours.group);
   if (group != our_group) return differs("group", group, our_group);
   for (const auto& n : numbers)
     if (n.there != n.here) return differs(n.field, std::to_string(n.there), std::to_string(n.here));
@@ -55,9 +45,10 @@ std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) 
   if (theirs.rank == ours.rank) return differs("rank", std::to_string(theirs.rank), "the same: two daemons hold it");
   if (!(theirs.shape == ours.shape)) return differs("shape", text_of(theirs.shape), text_of(ours.shape));
   if (std::memcmp(theirs.model_digest, ours.model_digest, sizeof ours.model_digest) != 0)
-    return differs("model digest", hex(theirs.model_digest, 8) + "..", hex(ours.model_digest, 8) + "..");
-  const std::string revision = text_of(theirs.revision, sizeof theirs.revision);
-  const std::string our_revision = text_of(ours.revision, sizeof ours.revision);
+    return differs("model digest", hex(std::span(theirs.model_digest).first(8)) + "..",
+                   hex(std::span(ours.model_digest).first(8)) + "..");
+  const std::string revision = field_text(theirs.revision);
+  const std::string our_revision = field_text(ours.revision);
   if (revision != our_revision) return differs("weights revision", "'" + revision + "'", "'" + our_revision + "'");
   if ((theirs.handle_kinds & ours.handle_kinds) == 0)
     return differs("handle kinds", std::to_string(theirs.handle_kinds),

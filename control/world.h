@@ -41,8 +41,7 @@ struct Peer {
   uint64_t losses[3] = {};
 };
 
-/// Why a peer's Hello does not fit ours: one sentence with both values. Nothing: it does. `listener` tells which side
-/// asks only to check that the peer's rank is the one that was dialled.
+/// Why a peer's Hello does not fit ours: one sentence with both values. Nothing: it does.
 std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs);
 
 class World {

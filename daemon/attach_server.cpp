@@ -19,6 +19,7 @@
 
 #include "daemon/abi/arena.h"
 #include "daemon/abi/socket.h"
+#include "daemon/abi/text.h"
 #include "daemon/log.h"
 
 namespace moed {
@@ -42,18 +43,6 @@ constexpr size_t kMaxMessage = 512;
 constexpr std::chrono::seconds kMayIdle{5};             ///< a connection without a lane and without a message
 constexpr std::chrono::milliseconds kAcceptPause{100};  ///< after an error of accept, such as no descriptor left
 constexpr uint64_t kMinArena = 4096;
-
-std::string text_of(const char (&name)[32]) { return {name, ::strnlen(name, sizeof name)}; }
-
-std::string hex(const uint8_t* bytes, size_t count) {
-  constexpr const char* digits = "0123456789abcdef";
-  std::string s;
-  for (size_t i = 0; i < count; ++i) {
-    s += digits[bytes[i] >> 4];
-    s += digits[bytes[i] & 15];
-  }
-  return s;
-}
 
 }  // namespace
 
@@ -256,8 +245,9 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     if (c.lane != 0) return {Status::busy, "this connection already holds lane " + std::to_string(c.lane)};
     if (draining_) return {Status::draining, "this daemon is leaving"};
     if (a.has_digest != 0 && std::memcmp(a.model_digest, options_.info.model_digest, sizeof a.model_digest) != 0)
-      return {Status::version, "model digest " + hex(a.model_digest, 8) + ".. expected, this daemon serves " +
-                                   hex(options_.info.model_digest, 8) + ".."};
+      return {Status::version, "model digest " + hex(std::span(a.model_digest).first(8)) +
+                                   ".. expected, this daemon serves " +
+                                   hex(std::span(options_.info.model_digest).first(8)) + ".."};
     if (a.arena_kind != static_cast<uint32_t>(ArenaKind::host))
       return {Status::unsupported,
               "arena kind " + std::to_string(a.arena_kind) + "; a CPU daemon has host memory (0) only"};
@@ -301,7 +291,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       }
     }
     if (status != Status::ok) return reject(c, a, status, text);
-    c->name = text_of(a.name);
+    c->name = field_text(a.name);
     c->dry = a.dry != 0;
     return grant(c, lane, memory, std::move(box));
   }
@@ -309,7 +299,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   bool reject(const ConnectionPtr& c, const Attach& a, Status status, const std::string& text) {
     metrics_.refused(Refused::attach);
     log_warn("attach refused",
-             {{"name", text_of(a.name)}, {"pid", c->pid}, {"status", name(status)}, {"reason", text}});
+             {{"name", field_text(a.name)}, {"pid", c->pid}, {"status", name(status)}, {"reason", text}});
     Attached reply;
     reply.status = static_cast<uint32_t>(status);
     reply.info = options_.info;

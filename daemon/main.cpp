@@ -9,6 +9,7 @@
 #include <iostream>
 #include <random>
 
+#include "daemon/abi/text.h"
 #include "daemon/attach_server.h"
 #include "daemon/check.h"
 #include "daemon/config.h"
@@ -111,22 +112,12 @@ class Daemon {
     info.commit = kCommit;
     info.backend = name(config_.backend);
     info.transport = name(config_.transport);
-    info.digest = hex_digest();
+    info.digest = hex(model_.digest);
     info.revision = config_.model.revision;
     info.cuda = info.ucx = info.nccl = "none";
     info.rank = config_.rank;
     info.ranks = config_.ranks();
     return info;
-  }
-
-  std::string hex_digest() const {
-    std::string text;
-    for (const uint8_t byte : model_.digest) {
-      constexpr const char* digits = "0123456789abcdef";
-      text += digits[byte >> 4];
-      text += digits[byte & 15];
-    }
-    return text;
   }
 
   ServiceOptions service_options() const {

@@ -76,7 +76,8 @@ MOED_HD constexpr RowLayout row_layout(const Shape& s) {
   return r;
 }
 
-/// Offsets of one segment. All 64-bit: at 128 ranks, 64 lanes and 832 tokens regions pass 2^32 bytes.
+/// Offsets of one segment. All 64-bit: at 64 lanes, 832 tokens and the widest rows a segment passes 2^31 bytes, a heap
+/// of two 2^32.
 struct SegmentLayout {
   uint32_t lanes_all = 0, max_tokens = 0;
   uint64_t row_lines = 0, partial_lines = 0;

@@ -19,7 +19,7 @@ class SyntheticModel {
       for (uint32_t e = 0; e < shape.experts; ++e) add(seed, shape.first_layer + i, e);
   }
 
-  /// The experts of rank r; extreme gives layer norms with negative weights too.
+  /// The experts of rank r, without norm weights (they are 1).
   ModelWeights of_rank(uint32_t rank, uint32_t ranks) const {
     ModelWeights w;
     for (uint32_t i = 0; i < shape_.layers; ++i) {

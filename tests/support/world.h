@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -51,7 +53,13 @@ class Engine {
     gone_ = true;
     std::atomic<bool> released{false};
     service_.detach(lane_, [&] { released = true; });
-    while (!released) std::this_thread::yield();
+    for (const Nanos until = now_ns() + 10'000'000'000; !released;) {
+      if (now_ns() > until) {  // from a destructor: there is no way on
+        std::fprintf(stderr, "lane %u is not let go within 10 s\n", lane_);
+        std::abort();
+      }
+      std::this_thread::yield();
+    }
     backend_.close_lane(static_cast<int>(lane_));
   }
 

@@ -1,0 +1,29 @@
+// Fixed-size fields of records as text for a sentence.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+
+namespace moed {
+
+/// A zero-padded character field, which need not be terminated.
+template <std::size_t N>
+std::string field_text(const char (&field)[N]) {
+  return {field, ::strnlen(field, N)};
+}
+
+/// Lower-case hexadecimal, two digits a byte.
+inline std::string hex(std::span<const uint8_t> bytes) {
+  constexpr const char* digits = "0123456789abcdef";
+  std::string text;
+  for (const uint8_t byte : bytes) {
+    text += digits[byte >> 4];
+    text += digits[byte & 15];
+  }
+  return text;
+}
+
+}  // namespace moed
