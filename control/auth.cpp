@@ -125,7 +125,7 @@ KeyRing::KeyRing(std::string directory) : directory_(std::move(directory)) {
   stamp_ = std::move(loaded.stamp);
 }
 
-std::optional<std::string> KeyRing::refresh() {
+KeyRing::Refreshed KeyRing::refresh() {
   if (directory_.empty()) return {};
   try {
     if (stamp_of(directory_) == stamp_) return {};
@@ -134,9 +134,9 @@ std::optional<std::string> KeyRing::refresh() {
     newest_ = std::move(loaded.newest);
     stamp_ = std::move(loaded.stamp);
   } catch (const std::exception& e) {
-    return e.what();
+    return {.changed = false, .fault = e.what()};
   }
-  return {};
+  return {.changed = true, .fault = {}};
 }
 
 const Key* KeyRing::find(const std::string& id) const {

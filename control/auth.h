@@ -47,9 +47,12 @@ class KeyRing {
   /// when a key has fewer than 32 bytes or a name of more than 15.
   explicit KeyRing(std::string directory);
 
-  /// Reads the directory again if it changed; a directory that has become unreadable or empty keeps the old keys and
-  /// gives the reason.
-  std::optional<std::string> refresh();
+  struct Refreshed {
+    bool changed = false;
+    std::optional<std::string> fault;  ///< why the old keys stay
+  };
+  /// Reads the directory again if it changed; a directory that has become unreadable or empty keeps the old keys.
+  Refreshed refresh();
 
   /// The id that proves: of the file changed last, the greater name among equals.
   const std::string& newest() const { return newest_; }

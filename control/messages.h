@@ -6,6 +6,7 @@
 //                      <-----------------       Hello
 //     Proof            ----------------->                 HMAC over both Hellos and the rest of the Proof
 //                      <-----------------       Proof
+//     '+'              <---------------->       '+'        I know you: messages over UCX may come
 //     (the connection stays: its end is the link's end)
 #pragma once
 
@@ -70,13 +71,20 @@ struct SegmentBody {
   uint8_t doorbell[64] = {};
 };
 
+/// The link's session as the sender reckons it.
 struct ReadyBody {
   uint32_t session = 0;
   uint32_t pad = 0;
 };
 
+/// Why a sender is slow to get on; a busy peer is not a lost one.
 enum class Busy : uint32_t { no = 0, loading = 1, mapping = 2, draining = 3 };
+constexpr const char* name(Busy b) {
+  constexpr const char* names[] = {"", "loading", "mapping", "draining"};
+  return static_cast<uint32_t>(b) < 4 ? names[static_cast<uint32_t>(b)] : "unknown";
+}
 
+/// Sent up to the last rank's entry of wait_us.
 struct HeartbeatBody {
   uint32_t service_age_us = 0;  ///< since the service loop's last turn
   uint32_t gpu_age_us = 0;      ///< since the GPU last made progress while calls waited

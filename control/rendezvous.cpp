@@ -27,6 +27,9 @@ namespace asio = boost::asio;
 using asio::ip::tcp;
 using std::chrono::milliseconds;
 
+constexpr char kHere = '+';
+constexpr const char* kBrokeOff = "a handshake that broke off";
+
 struct HostPort {
   std::string host, port;
 };
@@ -86,11 +89,21 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     for (const ConnectionPtr& c : std::set<ConnectionPtr>(connections_)) drop(c);
   }
 
-  uint16_t port() const { return acceptor_.local_endpoint().port(); }
+  void leave() {
+    leaving_ = true;
+    boost::system::error_code ignored;
+    acceptor_.close(ignored);
+    for (const auto& slot : slots_) slot->again.cancel();
+    for (const ConnectionPtr& c : std::set<ConnectionPtr>(connections_))
+      if (!c->kept) drop(c);
+  }
+
+  uint16_t port() const { return port_; }
+  void settled(uint32_t rank) { slots_[rank]->backoff = milliseconds(0); }
 
   void close(uint32_t rank) {
     const ConnectionPtr c = slots_[rank]->chosen;
-    if (c) drop(c);
+    if (c) return drop(c);
     retry(rank);
   }
 
@@ -128,12 +141,13 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     if (!error) acceptor_.listen(asio::socket_base::max_listen_connections, error);
     if (error)
       throw std::runtime_error("cannot listen on " + options_.listen + " (control.listen): " + error.message());
+    port_ = acceptor_.local_endpoint().port();
   }
 
   void accept() {
     auto c = std::make_shared<Connection>(io_, Side::listener);
     acceptor_.async_accept(c->socket, [self = shared_from_this(), c](boost::system::error_code error) {
-      if (self->stopped_) return;
+      if (self->stopped_ || self->leaving_) return;
       if (error) {
         self->pause_.expires_after(milliseconds(self->options_.backoff_most_ms));
         self->pause_.async_wait([self](boost::system::error_code stopped) {
@@ -155,13 +169,13 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
   /// Dials at once; later attempts follow from retry().
   void dial(uint32_t rank) {
     Slot& slot = *slots_[rank];
-    if (stopped_ || slot.dialling || slot.chosen) return;
+    if (stopped_ || leaving_ || slot.dialling || slot.chosen) return;
     slot.dialling = true;
     const HostPort at = split(options_.peers[rank]);
     slot.resolver.async_resolve(
         at.host, at.port,
         [self = shared_from_this(), rank](boost::system::error_code error, const tcp::resolver::results_type& found) {
-          if (self->stopped_) return;
+          if (self->stopped_ || self->leaving_) return;
           if (error) {
             self->slots_[rank]->dialling = false;
             return self->retry(rank);
@@ -180,7 +194,7 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
 
   void retry(uint32_t rank) {
     Slot& slot = *slots_[rank];
-    if (stopped_ || slot.dialling || slot.chosen) return;
+    if (stopped_ || leaving_ || slot.dialling || slot.chosen) return;
     slot.backoff =
         std::clamp(slot.backoff * 2, milliseconds(options_.backoff_least_ms), milliseconds(options_.backoff_most_ms));
     slot.again.expires_after(slot.backoff);
@@ -318,7 +332,6 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     Slot& slot = *slots_[c->rank];
     if (slot.chosen && slot.chosen != c) return drop(c);
     slot.chosen = c;
-    slot.backoff = milliseconds(0);
     c->kept = true;
     c->limit.cancel();
     slot.again.cancel();
@@ -327,25 +340,38 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     who.hello = c->theirs;
     who.proof = c->their_proof;
     who.session = session_key(c->key, c->dialler(), c->listener());
-    watch(c);
     handlers_.proven(who);
+    if (c->over) return;
+    write(c, kHere, [] {});
+    watch(c, false);
   }
 
-  /// Nothing more is said on this connection: whatever comes is its end.
-  void watch(const ConnectionPtr& c) {
+  /// One byte says that the peer is there, too; whatever else comes is the connection's end.
+  void watch(const ConnectionPtr& c, bool opened) {
     asio::async_read(c->socket, asio::buffer(&c->extra, 1),
-                     [self = shared_from_this(), c](boost::system::error_code, size_t) {
+                     [self = shared_from_this(), c, opened](boost::system::error_code error, size_t) {
                        if (c->over) return;
-                       const uint32_t rank = c->rank;
+                       if (!error && !opened && c->extra == kHere) {
+                         self->watch(c, true);
+                         return self->handlers_.open(c->rank);
+                       }
                        self->drop(c);
-                       self->handlers_.ended(rank);
+                       self->handlers_.ended(c->rank);
                      });
   }
 
-  /// A dialler's failures are daily business until its peer is there; a stranger's are worth a line.
+  /// A dialler's failures are daily business until its peer is there; a stranger's are worth a line. But a peer that
+  /// dialled us while we dialled it drops one of the two: then the other is there, or will be in a moment.
   void broke_off(const ConnectionPtr& c) {
-    if (c->side == Side::listener) return refuse(c, "a handshake that broke off");
     drop(c);
+    if (c->side != Side::listener) return;
+    if (c->theirs.rank >= slots_.size()) return handlers_.refused(kBrokeOff);
+    auto later = std::make_shared<asio::steady_timer>(io_, milliseconds(options_.backoff_most_ms));
+    later->async_wait([self = shared_from_this(), c, later](boost::system::error_code) {
+      if (self->stopped_) return;
+      const ConnectionPtr& other = self->slots_[c->theirs.rank]->chosen;
+      if (!other || other->theirs.incarnation != c->theirs.incarnation) self->handlers_.refused(kBrokeOff);
+    });
   }
 
   void refuse(const ConnectionPtr& c, const std::string& why) {
@@ -375,7 +401,8 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
   asio::steady_timer pause_;
   std::vector<std::unique_ptr<Slot>> slots_;
   std::set<ConnectionPtr> connections_;
-  bool stopped_ = false;
+  uint16_t port_ = 0;
+  bool stopped_ = false, leaving_ = false;
 };
 
 Rendezvous::Rendezvous(asio::io_context& io, RendezvousOptions options, RendezvousHandlers handlers, KeyRing& keys)
@@ -385,5 +412,7 @@ Rendezvous::Rendezvous(asio::io_context& io, RendezvousOptions options, Rendezvo
 Rendezvous::~Rendezvous() { impl_->stop(); }
 uint16_t Rendezvous::port() const { return impl_->port(); }
 void Rendezvous::close(uint32_t rank) { impl_->close(rank); }
+void Rendezvous::settled(uint32_t rank) { impl_->settled(rank); }
+void Rendezvous::leave() { impl_->leave(); }
 
 }  // namespace moed::control

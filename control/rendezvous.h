@@ -44,6 +44,8 @@ struct RendezvousHandlers {
   std::function<uint32_t(uint32_t rank)> greatest_session;
   /// The connection stays from here until close() or ended().
   std::function<void(const Proven&)> proven;
+  /// The peer has run its own proven(): from here it understands messages that are signed with the session key.
+  std::function<void(uint32_t rank)> open;
   std::function<void(uint32_t rank)> ended;
   /// A handshake that failed, in one sentence; where both sides differ it names both values.
   std::function<void(const std::string& why)> refused;
@@ -59,8 +61,12 @@ class Rendezvous {
   Rendezvous& operator=(const Rendezvous&) = delete;
 
   uint16_t port() const;
-  /// Closes the connection of a link; dialling begins again.
+  /// Closes the connection of a link; dialling begins again, after a pause that doubles until settled().
   void close(uint32_t rank);
+  /// The link is of use: the next dial comes without a pause.
+  void settled(uint32_t rank);
+  /// No new links from here; those that are there stay.
+  void leave();
 
  private:
   class Impl;

@@ -28,9 +28,9 @@ void check(ucs_status_t status, const char* step) {
 
 class UcxWorker::Impl {
  public:
-  Impl(asio::io_context& io, Handlers handlers, const std::string& ports)
+  Impl(asio::io_context& io, Handlers handlers, const std::string& ports, const std::string& devices)
       : io_(io), handlers_(std::move(handlers)), events_(io), alive_(std::make_shared<bool>(true)) {
-    open(ports);
+    open(ports, devices);
     kick();
   }
 
@@ -112,12 +112,13 @@ class UcxWorker::Impl {
     size_t header;
   };
 
-  void open(const std::string& ports) {
+  void open(const std::string& ports, const std::string& devices) {
     ::setenv("UCX_TCP_PORT_RANGE", ports.c_str(), 1);  // of UCT: no key of ucp_config_modify (1.13)
     ucp_config_t* config = nullptr;
     check(ucp_config_read(nullptr, nullptr, &config), "configuration");
     const std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)> owner(config, ucp_config_release);
     check(ucp_config_modify(config, "TLS", "tcp"), "TLS=tcp");
+    if (!devices.empty()) check(ucp_config_modify(config, "NET_DEVICES", devices.c_str()), "NET_DEVICES");
     ucp_params_t parameters{};
     parameters.field_mask = UCP_PARAM_FIELD_FEATURES;
     parameters.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
@@ -223,9 +224,16 @@ class UcxWorker::Impl {
   std::shared_ptr<bool> alive_;  // handlers that Asio still holds ask it first
 };
 
-UcxWorker::UcxWorker(asio::io_context& io, Handlers handlers, const std::string& ports)
-    : impl_(std::make_unique<Impl>(io, std::move(handlers), ports)) {}
+UcxWorker::UcxWorker(asio::io_context& io, Handlers handlers, const std::string& ports, const std::string& devices)
+    : impl_(std::make_unique<Impl>(io, std::move(handlers), ports, devices)) {}
 UcxWorker::~UcxWorker() = default;
+std::string UcxWorker::version() {
+  unsigned major = 0;
+  unsigned minor = 0;
+  unsigned release = 0;
+  ucp_get_version(&major, &minor, &release);
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(release);
+}
 const std::vector<uint8_t>& UcxWorker::address() const { return impl_->address(); }
 UcxWorker::Endpoint UcxWorker::connect(std::span<const uint8_t> address, std::string& why) {
   return impl_->connect(address, why);

@@ -34,12 +34,15 @@ class UcxWorker {
   };
 
   /// ports: "low-high", what UCX's own sockets may use; set in this process's environment, so one range a process.
-  /// Throws std::runtime_error naming the step and UCX's reason.
-  UcxWorker(boost::asio::io_context& io, Handlers handlers, const std::string& ports);
+  /// devices: network interfaces, separated by commas; empty: UCX_NET_DEVICES, else all. Throws std::runtime_error
+  /// naming the step and UCX's reason.
+  UcxWorker(boost::asio::io_context& io, Handlers handlers, const std::string& ports, const std::string& devices = {});
   ~UcxWorker();
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
 
+  /// "1.13.1".
+  static std::string version();
   /// What a peer needs to send to us.
   const std::vector<uint8_t>& address() const;
   /// An endpoint to whoever has this address; 0 and a sentence when UCX refuses. That the peer lives shows only later.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "daemon/abi/text.h"
 
@@ -10,13 +11,37 @@ namespace {
 
 constexpr uint32_t kMaxSession = (1U << 20) - 1;  // the sequence's share of bits
 
-/// The numbers of a shape in the order of its fields, for a sentence.
-std::string text_of(const Shape& s) {
-  std::string text;
-  for (const uint32_t n :
-       {s.hidden, s.latent, s.intermediate, s.shared_intermediate, s.experts, s.top_k, s.first_layer, s.layers})
-    text += (text.empty() ? "" : "/") + std::to_string(n);
-  return text;
+/// "top_k 8, here 16": the first field in which two shapes differ.
+std::string difference(const Shape& there, const Shape& here) {
+  const auto number = [](auto value) { return static_cast<double>(value); };
+  const struct {
+    const char* field;
+    double there, here;
+  } fields[] = {{"hidden", number(there.hidden), number(here.hidden)},
+                {"latent", number(there.latent), number(here.latent)},
+                {"intermediate", number(there.intermediate), number(here.intermediate)},
+                {"shared_intermediate", number(there.shared_intermediate), number(here.shared_intermediate)},
+                {"experts", number(there.experts), number(here.experts)},
+                {"top_k", number(there.top_k), number(here.top_k)},
+                {"first_layer", number(there.first_layer), number(here.first_layer)},
+                {"layers", number(there.layers), number(here.layers)},
+                {"wire", number(there.wire), number(here.wire)},
+                {"weights", number(there.weights), number(here.weights)},
+                {"activation", number(there.activation), number(here.activation)},
+                {"reduce", number(there.reduce), number(here.reduce)},
+                {"router", number(there.router), number(here.router)},
+                {"renormalise", number(there.renormalise), number(here.renormalise)},
+                {"norm_eps", number(there.norm_eps), number(here.norm_eps)},
+                {"act_beta", number(there.act_beta), number(here.act_beta)},
+                {"act_linear_beta", number(there.act_linear_beta), number(here.act_linear_beta)},
+                {"routed_scale", number(there.routed_scale), number(here.routed_scale)}};
+  std::ostringstream text;
+  for (const auto& f : fields) {
+    if (f.there == f.here) continue;
+    text << f.field << ' ' << f.there << ", here " << f.here;
+    return text.str();
+  }
+  return "reserved bytes";
 }
 
 }  // namespace
@@ -43,7 +68,7 @@ std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) 
   if (theirs.rank >= ours.ranks)
     return differs("rank", std::to_string(theirs.rank), "0.." + std::to_string(ours.ranks - 1));
   if (theirs.rank == ours.rank) return differs("rank", std::to_string(theirs.rank), "the same: two daemons hold it");
-  if (!(theirs.shape == ours.shape)) return differs("shape", text_of(theirs.shape), text_of(ours.shape));
+  if (!(theirs.shape == ours.shape)) return who + "shape: " + difference(theirs.shape, ours.shape);
   if (std::memcmp(theirs.model_digest, ours.model_digest, sizeof ours.model_digest) != 0)
     return differs("model digest", hex(std::span(theirs.model_digest).first(8)) + "..",
                    hex(std::span(ours.model_digest).first(8)) + "..");
@@ -54,6 +79,12 @@ std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) 
     return differs("handle kinds", std::to_string(theirs.handle_kinds),
                    std::to_string(ours.handle_kinds) + ": none in common");
   return {};
+}
+
+std::string why_not_ready(State state, bool leaving, Busy busy) {
+  if (state == State::ready) return "";
+  if (leaving) return "leaving";
+  return state != State::lost && busy != Busy::no ? name(busy) : name(state);
 }
 
 World::World(uint32_t rank, uint32_t ranks, Nanos lost_after) : rank_(rank), lost_after_(lost_after), peers_(ranks) {
@@ -95,7 +126,7 @@ bool World::advance(Peer& p) {
     p.state = State::mapped;
     return true;
   }
-  if (p.state == State::mapped && p.we_ready && p.they_ready) {
+  if (p.state == State::mapped && p.we_ready && p.they_ready && !p.leaving) {
     p.state = State::ready;
     return true;
   }
@@ -138,8 +169,24 @@ bool World::lose(uint32_t rank, Loss why) {
   p.state = was_up || p.losses[0] + p.losses[1] + p.losses[2] > 0 ? State::lost : State::connecting;
   p.incarnation = 0;
   p.we_mapped = p.they_mapped = p.we_ready = p.they_ready = false;
-  if (was_up) ++p.losses[static_cast<uint32_t>(why)];
+  if (was_up) ++p.losses[static_cast<uint32_t>(p.leaving ? Loss::leaving : why)];
+  p.leaving = false;
+  p.beat = {};
   return true;
+}
+
+bool World::they_leave(uint32_t rank) {
+  if (rank == rank_ || !alive(rank)) return false;
+  Peer& p = peers_[rank];
+  p.leaving = true;
+  if (p.state != State::ready) return false;
+  p.state = State::mapped;
+  p.we_ready = p.they_ready = false;
+  return true;
+}
+
+void World::was_away(Nanos now) {
+  for (Peer& p : peers_) p.heard = std::max(p.heard, now);
 }
 
 std::vector<uint32_t> World::silent(Nanos now) const {
@@ -151,8 +198,11 @@ std::vector<uint32_t> World::silent(Nanos now) const {
 
 std::vector<std::string> World::missing() const {
   std::vector<std::string> all;
-  for (uint32_t r = 0; r < peers_.size(); ++r)
-    if (peers_[r].state != State::ready) all.push_back("link " + std::to_string(r) + ": " + name(peers_[r].state));
+  for (uint32_t r = 0; r < peers_.size(); ++r) {
+    const Peer& p = peers_[r];
+    if (p.state != State::ready)
+      all.push_back("link " + std::to_string(r) + ": " + why_not_ready(p.state, p.leaving, p.beat.busy));
+  }
   return all;
 }
 

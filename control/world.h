@@ -35,6 +35,7 @@ struct Peer {
   uint32_t session = 0;           ///< of this link's present life
   uint32_t greatest_session = 0;  ///< ever seen with this peer
   bool we_mapped = false, they_mapped = false, we_ready = false, they_ready = false;
+  bool leaving = false;       ///< it has said so: its losses are no errors
   uint64_t last_counter = 0;  ///< of its messages
   Nanos heard = 0;            ///< last message
   HeartbeatBody beat{};
@@ -43,6 +44,9 @@ struct Peer {
 
 /// Why a peer's Hello does not fit ours: one sentence with both values. Nothing: it does.
 std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs);
+
+/// "connecting", "lost", and where the peer has said more, "leaving", "loading", "mapping"; empty: it is ready.
+std::string why_not_ready(State state, bool leaving, Busy busy);
 
 class World {
  public:
@@ -58,12 +62,17 @@ class World {
   bool we_are_ready(uint32_t rank);
   bool they_are_ready(uint32_t rank, uint32_t session);
   void beat(uint32_t rank, const HeartbeatBody& beat);
-  /// False: it was not alive.
+  /// The peer says that it will go. True: it was ready, and is mapped now: what runs may end, nothing new begins.
+  bool they_leave(uint32_t rank);
+  /// False: it was not alive. An error of a peer that was leaving counts as leaving.
   bool lose(uint32_t rank, Loss why);
+  /// This process did not run for a while: what peers said meanwhile is still to be read, so nobody is silent.
+  void was_away(Nanos now);
 
   /// Ranks whose last message is older than lost_after.
   std::vector<uint32_t> silent(Nanos now) const;
-  /// "link 3: connecting", for every link that is not ready.
+  /// "link 3: connecting", for every link that is not ready; "link 3: leaving" and "link 3: loading" where the peer
+  /// said so.
   std::vector<std::string> missing() const;
   bool ready() const;
   const Peer& peer(uint32_t rank) const { return peers_[rank]; }

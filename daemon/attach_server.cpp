@@ -1,44 +1,30 @@
 // Read from accept() downwards: a connection, its messages, an attach, a hang-up.
 #include "daemon/attach_server.h"
 
-#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <utility>
 
-#include <boost/asio/basic_socket_acceptor.hpp>
-#include <boost/asio/generic/seq_packet_protocol.hpp>
-#include <boost/asio/local/basic_endpoint.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <set>
 
 #include "daemon/abi/arena.h"
 #include "daemon/abi/socket.h"
 #include "daemon/abi/text.h"
 #include "daemon/log.h"
+#include "daemon/seq_packet.h"
 
 namespace moed {
 namespace {
 
 namespace asio = boost::asio;
 
-/// Unix sockets that keep message boundaries: Asio 1.74 knows them only as a generic protocol, which cannot listen.
-class SeqPacket {
- public:
-  using endpoint = asio::local::basic_endpoint<SeqPacket>;
-  using socket = asio::basic_seq_packet_socket<SeqPacket>;
-  using acceptor = asio::basic_socket_acceptor<SeqPacket>;
-  int type() const { return SOCK_SEQPACKET | SOCK_CLOEXEC; }
-  int protocol() const { return 0; }
-  int family() const { return AF_UNIX; }
-};
-
-constexpr size_t kSpareConnections = 32;  ///< beyond one a lane: status queries and engines that are refused
+constexpr size_t kSpareConnections =
+    32;  ///< beyond one a lane and one a peer: status queries, engines that are refused
 constexpr size_t kMaxMessage = 512;
 constexpr std::chrono::seconds kMayIdle{5};             ///< a connection without a lane and without a message
 constexpr std::chrono::milliseconds kAcceptPause{100};  ///< after an error of accept, such as no descriptor left
@@ -61,29 +47,23 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   using ConnectionPtr = std::shared_ptr<Connection>;
 
   Impl(asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service, Metrics& metrics,
-       std::function<std::string()> status_json)
+       AttachHandlers handlers)
       : io_(io),
         options_(std::move(options)),
         backend_(backend),
         service_(service),
         metrics_(metrics),
-        status_json_(std::move(status_json)),
+        handlers_(std::move(handlers)),
         acceptor_(io),
         pause_(io),
         sweep_(io),
         taken_(options_.lanes + 1, Taken::no) {
-    const std::filesystem::path dir = std::filesystem::path(options_.run_dir) / options_.group;
-    std::error_code error;
-    std::filesystem::create_directories(dir, error);
-    if (error) throw std::runtime_error("cannot make " + dir.string() + ": " + error.message());
-    const std::string base = (dir / std::to_string(options_.rank)).string();
-    take_lock(base + ".lock");
-    path_ = base + ".sock";
-    ::unlink(path_.c_str());  // the lock is ours, so whoever made it is gone
+    path_ = options_.run_dir + "/" + options_.group + "/" + std::to_string(options_.rank) + ".sock";
+    ::unlink(path_.c_str());  // the rank is ours, so whoever made it is gone
     acceptor_.open(SeqPacket());
     boost::system::error_code failed;
     acceptor_.bind(SeqPacket::endpoint(path_), failed);
-    if (!failed) acceptor_.listen(static_cast<int>(options_.lanes + kSpareConnections), failed);
+    if (!failed) acceptor_.listen(static_cast<int>(limit()), failed);
     if (failed) throw std::runtime_error("cannot listen on " + path_ + ": " + failed.message());
     ::chmod(path_.c_str(), 0660);
   }
@@ -140,24 +120,12 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
  private:
   enum class Taken : uint8_t { no, yes, leaving };
 
-  void take_lock(const std::string& path) {
-    lock_ = Fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0660));
-    if (!lock_) throw std::runtime_error("cannot open " + path + ": " + std::strerror(errno));
-    if (::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0) {
-      char holder[32] = {};
-      if (::pread(lock_.get(), holder, sizeof holder - 1, 0) <= 0) holder[0] = '?';
-      throw RankHeld("rank " + std::to_string(options_.rank) + " of group " + options_.group + " is held by pid " +
-                     holder + " (" + path + ")");
-    }
-    const std::string pid = std::to_string(::getpid());
-    if (::ftruncate(lock_.get(), 0) != 0 || ::pwrite(lock_.get(), pid.data(), pid.size(), 0) < 0)
-      throw std::runtime_error("cannot write " + path + ": " + std::strerror(errno));
-  }
+  size_t limit() const { return options_.lanes + options_.info.ranks + kSpareConnections; }
 
   void welcome(SeqPacket::socket socket) {
-    if (connections_.size() >= options_.lanes + kSpareConnections) {
+    if (connections_.size() >= limit()) {
       metrics_.refused(Refused::attach);
-      log_warn("connection refused", {{"reason", "too many"}, {"limit", options_.lanes + kSpareConnections}});
+      log_warn("connection refused", {{"reason", "too many"}, {"limit", limit()}});
       return;
     }
     auto c = std::make_shared<Connection>(std::move(socket));
@@ -204,6 +172,11 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       return this->attach(c, attach);
     }
     if (is(MessageType::status, sizeof(StatusQuery))) return send_status(c);
+    if (is(MessageType::fetch, sizeof(Fetch))) {
+      Fetch fetch;
+      std::memcpy(&fetch, buffer.data(), sizeof fetch);
+      return this->fetch(c, fetch);
+    }
     if (is(MessageType::dry, sizeof(Dry)) && c->lane != 0) {
       Dry dry;
       std::memcpy(&dry, buffer.data(), sizeof dry);
@@ -216,21 +189,37 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     return refuse_message(c, got);
   }
 
+  /// A peer daemon's token for a descriptor of ours.
+  bool fetch(const ConnectionPtr& c, const Fetch& f) {
+    std::string why;
+    Fd fd;
+    if (c->uid != ::geteuid())
+      why = "uid " + std::to_string(c->uid) + " is not this daemon's, " + std::to_string(::geteuid());
+    else
+      fd = handlers_.fetch(f, why);
+    if (!fd) {
+      metrics_.refused(Refused::message);
+      log_warn("fetch refused", {{"pid", c->pid}, {"rank", f.rank}, {"reason", why}});
+    }
+    const int fds[] = {fd.get()};
+    return answer(c, fd ? Status::ok : Status::denied, why, {fds, size_t{fd ? 1U : 0U}}) && fd;
+  }
+
   bool refuse_message(const ConnectionPtr& c, ssize_t bytes) {
     metrics_.refused(Refused::attach);
     log_warn("message refused", {{"pid", c->pid}, {"bytes", static_cast<int64_t>(bytes)}});
     return false;
   }
 
-  bool answer(const ConnectionPtr& c, Status status, const std::string& text) {
+  bool answer(const ConnectionPtr& c, Status status, const std::string& text, std::span<const int> fds = {}) {
     Answer a;
     a.status = static_cast<uint32_t>(status);
     text.copy(a.text, sizeof a.text - 1);
-    return send_message(c->socket.native_handle(), &a, sizeof a);
+    return send_message(c->socket.native_handle(), &a, sizeof a, fds);
   }
 
   bool send_status(const ConnectionPtr& c) {
-    const std::string json = status_json_();
+    const std::string json = handlers_.status_json();
     return send_message(c->socket.native_handle(), json.data(), std::min<size_t>(json.size(), kMaxStatusBytes));
   }
 
@@ -354,19 +343,18 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
   Backend& backend_;
   ServiceLoop& service_;
   Metrics& metrics_;
-  std::function<std::string()> status_json_;
+  AttachHandlers handlers_;
   SeqPacket::acceptor acceptor_;
   asio::steady_timer pause_, sweep_;
   std::vector<Taken> taken_;
   std::set<ConnectionPtr> connections_;
-  Fd lock_;
   std::string path_;
   bool draining_ = false;
 };
 
 AttachServer::AttachServer(asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service,
-                           Metrics& metrics, std::function<std::string()> status_json)
-    : impl_(std::make_shared<Impl>(io, std::move(options), backend, service, metrics, std::move(status_json))) {
+                           Metrics& metrics, AttachHandlers handlers)
+    : impl_(std::make_shared<Impl>(io, std::move(options), backend, service, metrics, std::move(handlers))) {
   impl_->accept();
   impl_->sweep();
 }

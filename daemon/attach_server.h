@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "daemon/abi/attach.h"
+#include "daemon/abi/fd.h"
 #include "daemon/metrics.h"
 #include "daemon/service_loop.h"
 #include "kernels/backend.h"
@@ -36,17 +36,19 @@ struct LaneInfo {
   bool dry = false;
 };
 
-/// Another daemon has this rank of this group on this host.
-struct RankHeld : std::runtime_error {
-  using std::runtime_error::runtime_error;
+/// What only the rest of the daemon knows.
+struct AttachHandlers {
+  std::function<std::string()> status_json;
+  /// The descriptor behind a peer's token; empty and a sentence: there is none.
+  std::function<Fd(const Fetch&, std::string& why)> fetch;
 };
 
-/// Everything runs on the thread that runs `io`. The constructor makes the directory and takes the rank's lock; it
-/// throws std::runtime_error naming path and reason, RankHeld when another daemon holds the rank.
+/// Everything runs on the thread that runs `io`. The rank's lock is held by the caller. The constructor throws
+/// std::runtime_error naming path and reason.
 class AttachServer {
  public:
   AttachServer(boost::asio::io_context& io, AttachOptions options, Backend& backend, ServiceLoop& service,
-               Metrics& metrics, std::function<std::string()> status_json);
+               Metrics& metrics, AttachHandlers handlers);
   ~AttachServer();
   AttachServer(const AttachServer&) = delete;
   AttachServer& operator=(const AttachServer&) = delete;

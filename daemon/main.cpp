@@ -6,17 +6,22 @@
 #include <boost/asio/signal_set.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <csignal>
+#include <filesystem>
 #include <iostream>
+#include <numeric>
 #include <random>
 
+#include "control/ucx.h"
 #include "daemon/abi/text.h"
 #include "daemon/attach_server.h"
 #include "daemon/check.h"
 #include "daemon/config.h"
 #include "daemon/http.h"
+#include "daemon/links.h"
 #include "daemon/log.h"
 #include "daemon/metrics.h"
 #include "daemon/model.h"
+#include "daemon/rank_lock.h"
 #include "daemon/report.h"
 #include "daemon/service_loop.h"
 #include "daemon/version.h"
@@ -55,9 +60,6 @@ uint64_t random_incarnation() {
 void refuse_unbuilt(const Config& config) {
   if (config.backend != BackendKind::cpu) throw ConfigError("backend = cuda, but this build has the cpu back end only");
   if (config.transport != Transport::heap) throw ConfigError("transport = nccl, but this build has heap only");
-  if (config.ranks() > 1)
-    throw ConfigError("control.peers names " + std::to_string(config.ranks()) +
-                      " ranks, but this build serves a world of 1");
 }
 
 /// A running daemon. Members are in the order in which they are made; destruction is the reverse.
@@ -65,11 +67,13 @@ class Daemon {
  public:
   explicit Daemon(const Config& config)
       : config_(config),
-        model_(load_model(config)),
-        backend_(make_backend()),
+        model_(open_model(config)),
+        lock_(config.run_dir, config.group, config.rank),
         metrics_(metrics_info()),
+        links_(io_, config_, model_, incarnation_, metrics_),
+        backend_(make_backend()),
         service_(*backend_, metrics_, service_options()),
-        attach_(io_, attach_options(), *backend_, service_, metrics_, [this] { return to_json(report()); }),
+        attach_(io_, attach_options(), *backend_, service_, metrics_, attach_handlers()),
         signals_(io_, SIGTERM, SIGINT),
         timer_(io_),
         drain_timer_(io_) {
@@ -82,13 +86,11 @@ class Daemon {
   int run() {
     wait_for_signal();
     tick();
-    log_info("listening", {{"socket", attach_.path()}, {"http", http_ ? std::to_string(http_->port()) : "off"}});
-    log_info("ready", {{"rank", config_.rank},
-                       {"ranks", config_.ranks()},
-                       {"backend", name(config_.backend)},
-                       {"model", name(config_.model.source)},
-                       {"lanes", config_.limits.lanes},
-                       {"version", kVersion}});
+    log_info("listening", {{"socket", attach_.path()},
+                           {"http", http_ ? std::to_string(http_->port()) : "off"},
+                           {"control", links_.port()}});
+    links_.start(*backend_, [this] { links_changed(); });
+    links_changed();
     warn_about_drills();
     io_.run();
     if (http_) http_->stop();
@@ -99,7 +101,22 @@ class Daemon {
   }
 
  private:
+  /// Says once that every link is ready, and again whenever it is so again.
+  void links_changed() {
+    const bool all = links_.missing().empty();
+    if (all && !all_ready_)
+      log_info("ready", {{"rank", config_.rank},
+                         {"ranks", config_.ranks()},
+                         {"backend", name(config_.backend)},
+                         {"model", name(config_.model.source)},
+                         {"lanes", config_.limits.lanes},
+                         {"took_ms", (now_ns() - started_) / 1'000'000},
+                         {"version", kVersion}});
+    all_ready_ = all;
+  }
+
   std::unique_ptr<Backend> make_backend() {
+    load_weights(model_, config_);
     BackendOptions options = backend_options(config_, model_.shape);
     options.weights = model_.weights;
     options.incarnation = incarnation_;
@@ -114,7 +131,9 @@ class Daemon {
     info.transport = name(config_.transport);
     info.digest = hex(model_.digest);
     info.revision = config_.model.revision;
-    info.cuda = info.ucx = info.nccl = "none";
+    info.ucx = control::UcxWorker::version();
+    info.handles = "fd";
+    info.cuda = info.nccl = "none";
     info.rank = config_.rank;
     info.ranks = config_.ranks();
     return info;
@@ -130,6 +149,11 @@ class Daemon {
     o.loop_delay_us = config_.debug.loop_delay_us;
     o.delay_for_ms = config_.debug.for_ms;
     return o;
+  }
+
+  AttachHandlers attach_handlers() {
+    return {.status_json = [this] { return to_json(report()); },
+            .fetch = [this](const Fetch& fetch, std::string& why) { return links_.take(fetch, why); }};
   }
 
   AttachOptions attach_options() const {
@@ -168,7 +192,7 @@ class Daemon {
 
   /// Why this daemon is not ready; empty: it is.
   std::vector<std::string> missing() {
-    std::vector<std::string> all;
+    std::vector<std::string> all = links_.missing();
     if (draining_) all.emplace_back("draining");
     if (metrics_.tick_age(LoopId::service, now_ns()) > kAlive) all.emplace_back("service loop: stalled");
     if (backend_->health() != Status::ok) all.push_back("back end: " + backend_->last_error());
@@ -194,10 +218,33 @@ class Daemon {
     for (uint32_t s = 0; s < kStatuses; ++s) r.calls[s] = metrics_.calls(static_cast<Status>(s));
     r.p50_us = metrics_.call_quantile(0.5);
     r.p99_us = metrics_.call_quantile(0.99);
+    r.peers = peer_reports();
     const Backend::Memory memory = backend_->memory();
     r.heap = memory.heap;
     r.weights = memory.weights;
     return r;
+  }
+
+  std::vector<Report::Peer> peer_reports() const {
+    std::vector<Report::Peer> all;
+    const Nanos now = now_ns();
+    const std::vector<control::PeerView> views = links_.peers();
+    for (uint32_t rank = 0; rank < views.size(); ++rank) {
+      if (rank == config_.rank) continue;
+      const control::PeerView& v = views[rank];
+      Report::Peer& p = all.emplace_back();
+      p.rank = rank;
+      p.link = v.leaving ? "leaving" : control::name(v.state);
+      if (v.heard) p.heartbeat_ms = static_cast<double>(now - std::min(now, *v.heard)) * 1e-6;
+      p.wait_s = metrics_.peer_wait(rank);
+      p.last = metrics_.peer_last(rank);
+      p.losses = std::accumulate(v.losses.begin(), v.losses.end(), uint64_t{0});
+      p.busy = control::name(v.busy);
+      p.loop_ms = v.service_age_us * 1e-3;
+      p.waits_for = v.waits_for;
+      p.waits_ms = v.waits_us * 1e-3;
+    }
+    return all;
   }
 
   Gauges gauges() {
@@ -205,7 +252,13 @@ class Daemon {
     Gauges g;
     g.ready = missing().empty();
     g.lanes_attached = static_cast<uint32_t>(attach_.lanes().size());
-    g.link_state.assign(config_.ranks(), static_cast<uint32_t>(LinkState::ready));
+    const Nanos now = now_ns();
+    for (const control::PeerView& v : links_.peers())
+      g.links.push_back({.state = static_cast<uint32_t>(v.state), .losses = v.losses, .heartbeat_age = {}});
+    for (uint32_t rank = 0; const control::PeerView& v : links_.peers()) {
+      if (v.heard) g.links[rank].heartbeat_age = now - std::min(now, *v.heard);
+      ++rank;
+    }
     g.heap = memory.heap;
     g.weights = memory.weights;
     g.arena = memory.arena;
@@ -218,7 +271,9 @@ class Daemon {
     if (path == "/status.json") return {200, to_json(report()), kTypeJson};
     if (path == "/livez") {
       std::vector<std::string> stalled;
-      if (metrics_.tick_age(LoopId::service, now_ns()) > kAlive) stalled.emplace_back("service loop: stalled");
+      const Nanos now = now_ns();
+      if (metrics_.tick_age(LoopId::service, now) > kAlive) stalled.emplace_back("service loop: stalled");
+      if (metrics_.tick_age(LoopId::net, now) > kAlive + net_interval()) stalled.emplace_back("net loop: stalled");
       return {stalled.empty() ? 200U : 503U, health_json(stalled.empty(), stalled), kTypeJson};
     }
     if (path == "/readyz") {
@@ -228,8 +283,12 @@ class Daemon {
     return {404, "no such page: /metrics /livez /readyz /status.json\n"};
   }
 
+  Nanos net_interval() const { return Nanos{config_.heartbeat.interval_ms} * 1'000'000; }
+
   void tick() {
     metrics_.tick(LoopId::control, now_ns());
+    links_.refresh_keys();
+    static_cast<void>(backend_->memory());  // frees what retired links held
     timer_.expires_after(kTick);
     timer_.async_wait([this](boost::system::error_code error) {
       if (!error) tick();
@@ -243,6 +302,7 @@ class Daemon {
       if (draining_) return io_.stop();  // asked twice: at once
       draining_ = true;
       attach_.drain();
+      links_.drain();
       service_.drain();
       drained_since_ = now_ns();
       wait_for_signal();
@@ -250,11 +310,23 @@ class Daemon {
     });
   }
 
+  /// First our own calls end, then the peers are told, then theirs that still run here end.
   void look_whether_drained() {
+    const Nanos now = now_ns();
+    if (now > drained_since_ + kLongestDrain) return io_.stop();
+    const uint64_t sources = metrics_.sources_served();
+    if (sources != sources_) {
+      sources_ = sources;
+      quiet_since_ = now;
+    }
     // A bell that rang just before or after still gets its answer: draining.
-    const Nanos since = now_ns() - drained_since_;
-    const bool quiet = service_.in_flight() == 0 && (since > kLastBells || attach_.lanes().empty());
-    if (quiet || since > kLongestDrain) return io_.stop();
+    const bool own = service_.in_flight() == 0 && (now > drained_since_ + kLastBells || attach_.lanes().empty());
+    if (own && !left_) {
+      left_ = true;
+      links_.leave();
+      quiet_since_ = now;
+    }
+    if (left_ && own && (config_.ranks() == 1 || now > quiet_since_ + kLastBells)) return io_.stop();
     drain_timer_.expires_after(kDrainLook);
     drain_timer_.async_wait([this](boost::system::error_code error) {
       if (!error) look_whether_drained();
@@ -275,16 +347,20 @@ class Daemon {
   const uint64_t incarnation_ = random_incarnation();
   const Nanos started_ = now_ns();
   Model model_;
-  std::unique_ptr<Backend> backend_;
+  RankLock lock_;
   Metrics metrics_;
-  asio::io_context io_;
+  asio::io_context io_{1};
+  Links links_;
+  std::unique_ptr<Backend> backend_;
   ServiceLoop service_;
   AttachServer attach_;
   std::unique_ptr<HttpServer> http_;
   asio::signal_set signals_;
   asio::steady_timer timer_, drain_timer_;
   bool draining_ = false;
-  Nanos drained_since_ = 0;
+  bool all_ready_ = false, left_ = false;
+  Nanos drained_since_ = 0, quiet_since_ = 0;
+  uint64_t sources_ = 0;
 };
 
 /// Runs `what` and turns what it throws into an exit code and one sentence.
@@ -351,7 +427,8 @@ int main_of(int argc, char** argv) {
   if (!rank.empty()) sets.push_back("rank=" + rank);
   if (*serve_command) return guarded([&] { return serve(load_config(file, sets)); });
   if (*check_command) return guarded([&] { return check(load_config(file, sets)); });
-  std::cout << "moed " << kVersion << " (" << kCommit << ", abi " << kAbi << ", cuda none, ucx none, nccl none)\n";
+  std::cout << "moed " << kVersion << " (" << kCommit << ", abi " << kAbi << ", cuda none, ucx "
+            << control::UcxWorker::version() << ", nccl none)\n";
   return 0;
 }
 
@@ -359,6 +436,14 @@ int main_of(int argc, char** argv) {
 }  // namespace moed
 
 int main(int argc, char** argv) {
+  // UCX reads these while its library is loaded, before main: it must not patch mmap, nor own our signals.
+  if (std::getenv("UCX_MEM_EVENTS") == nullptr) {
+    ::setenv("UCX_MEM_EVENTS", "n", 1);
+    ::setenv("UCX_ERROR_SIGNALS", "", 0);
+    std::error_code failed;  // where it fails we go on as we are
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe", failed);
+    if (!failed) ::execv(self.c_str(), argv);
+  }
   std::signal(SIGPIPE, SIG_IGN);  // a reader of our log that went away is no reason to end
   return moed::main_of(argc, argv);
 }

@@ -31,7 +31,7 @@ enum class MetricId : uint32_t {
   calls, tokens, call_bytes, call_duration, phase_duration, flag_wait,
   peer_wait, peer_last, peer_dropped,
   serve_passes, serve_rows, serve_sources, serve_weight_bytes,
-  link_state, refused, loop_tick_age, loop_stalls, memory,
+  link_state, link_losses, heartbeat_age, refused, loop_tick_age, loop_stalls, memory,
   cpu_seconds, resident_memory, open_fds, start_time,
 };
 // clang-format on
@@ -63,6 +63,8 @@ constexpr MetricRow kTable[] = {
     {Id::serve_sources, "moed_serve_sources_total", counter, "", "Calls served, counted once for each pass that they were in."},
     {Id::serve_weight_bytes, "moed_serve_weight_bytes_total", counter, "", "Bytes of expert weights that serve passes touched."},
     {Id::link_state, "moed_link_state", gauge, "peer", "State of the link: 0 connecting, 1 mapped, 2 ready, 3 lost."},
+    {Id::link_losses, "moed_link_losses_total", counter, "peer,reason", "Links lost that had been mapped or ready."},
+    {Id::heartbeat_age, "moed_heartbeat_age_seconds", gauge, "peer", "Time since this rank was last heard of; no series while it never was."},
     {Id::refused, "moed_refused_total", counter, "where", "Requests from outside that were turned away."},
     {Id::loop_tick_age, "moed_loop_tick_age_seconds", gauge, "loop", "Time since the loop last ticked."},
     {Id::loop_stalls, "moed_loop_stalls_total", counter, "loop", "Turns of the loop that took too long."},
@@ -109,6 +111,7 @@ constexpr const char* kTokens[] = {"1", "2-16", "17-64", "65-512", "more"};
 constexpr const char* kPhases[] = {"dispatch", "wait", "reduce", "gather", "experts", "send"};
 constexpr const char* kFlags[] = {"call", "return"};
 constexpr const char* kCauses[] = {"queue", "experts", "send", "wire"};
+constexpr const char* kLosses[] = {"error", "heartbeat", "leaving"};
 constexpr const char* kRefused[] = {"attach", "mailbox", "handshake", "message", "http"};
 constexpr const char* kLoops[] = {"service", "net", "control"};
 constexpr std::size_t kRecent = 4096;
@@ -244,7 +247,7 @@ struct Metrics::Slots {
 
   void call_ran(const CallRecord& r, bool result) noexcept;
   void add_calls(Families& out, bool streams) const;
-  void add_peers(Families& out, uint32_t ranks, const std::vector<uint32_t>& links) const;
+  void add_peers(Families& out, uint32_t ranks, const std::vector<LinkGauge>& links) const;
   void add_loops(Families& out, const Metrics& metrics) const;
 };
 
@@ -316,6 +319,8 @@ uint64_t Metrics::calls(Status status) const {
   return index(status) < kStatuses ? slots_->calls[index(status)].get() : 0;
 }
 
+uint64_t Metrics::sources_served() const { return slots_->sources.get(); }
+
 double Metrics::peer_wait(uint32_t peer) const {
   uint64_t ns = 0;
   if (peer < info_.ranks)
@@ -353,7 +358,7 @@ void Metrics::Slots::add_calls(Families& out, bool streams) const {
     out.add(Id::refused, {kRefused[i]}, static_cast<double>(refused[i].load(std::memory_order_relaxed)));
 }
 
-void Metrics::Slots::add_peers(Families& out, uint32_t ranks, const std::vector<uint32_t>& links) const {
+void Metrics::Slots::add_peers(Families& out, uint32_t ranks, const std::vector<LinkGauge>& links) const {
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     const std::string label = std::to_string(rank);
     const Peer& peer = peers[rank];
@@ -361,7 +366,12 @@ void Metrics::Slots::add_peers(Families& out, uint32_t ranks, const std::vector<
       out.add(Id::peer_wait, {label, kCauses[c]}, peer.wait_ns[c].value() / 1e9);
     out.add(Id::peer_last, {label}, peer.last.value());
     out.add(Id::peer_dropped, {label}, peer.dropped.value());
-    if (rank < links.size()) out.add(Id::link_state, {label}, links[rank]);
+    if (rank >= links.size()) continue;
+    const LinkGauge& link = links[rank];
+    out.add(Id::link_state, {label}, link.state);
+    for (std::size_t l = 0; l < std::size(kLosses); ++l)
+      out.add(Id::link_losses, {label, kLosses[l]}, static_cast<double>(link.losses[l]));
+    if (link.heartbeat_age) out.add(Id::heartbeat_age, {label}, static_cast<double>(*link.heartbeat_age) / 1e9);
   }
 }
 
@@ -386,7 +396,7 @@ std::string Metrics::text(const Gauges& g) const {
   out.add(Id::ranks, {}, info_.ranks);
   out.add(Id::lanes_attached, {}, g.lanes_attached);
   slots_->add_calls(out, info_.backend != "cpu");
-  slots_->add_peers(out, info_.ranks, g.link_state);
+  slots_->add_peers(out, info_.ranks, g.links);
   slots_->add_loops(out, *this);
   const std::pair<const char*, uint64_t> memory[] = {
       {"heap", g.heap}, {"weights", g.weights}, {"arena", g.arena}, {"scratch", g.scratch}};

@@ -2,8 +2,10 @@
 // metrics.cpp and one row of docs/metrics.md; a test compares the two.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,11 +38,18 @@ struct MetricsInfo {
   uint32_t rank = 0, ranks = 1;
 };
 
-/// What the caller of a scrape looks up. Bytes for memory; link_state[r] is the LinkState of rank r.
+/// A link at the time of a scrape; state is a LinkState.
+struct LinkGauge {
+  uint32_t state = 0;
+  std::array<uint64_t, 3> losses{};      ///< error, heartbeat, leaving
+  std::optional<Nanos> heartbeat_age{};  ///< nothing: nothing heard in this life of the link
+};
+
+/// What the caller of a scrape looks up. Bytes for memory; links by rank.
 struct Gauges {
   bool ready = false;
   uint32_t lanes_attached = 0;
-  std::vector<uint32_t> link_state;
+  std::vector<LinkGauge> links;
   uint64_t heap = 0, weights = 0, arena = 0, scratch = 0;
 };
 
@@ -67,6 +76,8 @@ class Metrics {
   Nanos tick_age(LoopId loop, Nanos now) const;
   /// Calls that ended with `status`.
   uint64_t calls(Status status) const;
+  /// Calls of peers and our own that serve passes have answered.
+  uint64_t sources_served() const;
   /// Seconds that calls waited for rank `peer`, all causes, and in how many it came last. 0 for a rank beyond the
   /// world.
   double peer_wait(uint32_t peer) const;

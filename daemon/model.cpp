@@ -43,7 +43,6 @@ void load_checkpoint(Model& model, uint32_t first, uint32_t end) {
     }
     out.norm = model.checkpoint->norm(layer);
   }
-  model.digest = model.checkpoint->digest();
 }
 
 /// One expert's six tensors in one block, in the order of ExpertWeights.
@@ -75,7 +74,6 @@ void load_synthetic(Model& model, uint64_t seed, uint32_t first, uint32_t end) {
       progress.expert_done();
     }
   }
-  model.digest = synthetic_digest(seed, model.shape);
 }
 
 }  // namespace
@@ -92,25 +90,31 @@ uint64_t local_weight_bytes(const Config& config, const Shape& shape) {
   return shape.layers * local * expert_bytes(shape);
 }
 
-Model load_model(const Config& config) {
+Model open_model(const Config& config) {
   Model model;
-  if (config.model.source == ModelSource::huggingface)
-    model.checkpoint = std::make_unique<Checkpoint>(config.model.path, config.model.layers);
-  model.shape = model.checkpoint ? narrowed_shape(model.checkpoint->shape(), config) : configured_shape(config);
-  const uint32_t first = first_expert(model.shape, config.rank, config.ranks());
-  const uint32_t end = first_expert(model.shape, config.rank + 1, config.ranks());
   switch (config.model.source) {
     case ModelSource::huggingface:
-      load_checkpoint(model, first, end);
+      model.checkpoint = std::make_unique<Checkpoint>(config.model.path, config.model.layers);
+      model.shape = narrowed_shape(model.checkpoint->shape(), config);
+      model.digest = model.checkpoint->digest();
       break;
     case ModelSource::synthetic:
-      load_synthetic(model, config.model.seed, first, end);
+      model.shape = configured_shape(config);
+      model.digest = synthetic_digest(config.model.seed, model.shape);
       break;
     case ModelSource::identity:
+      model.shape = configured_shape(config);
       model.digest = identity_digest(model.shape);
       break;
   }
   return model;
+}
+
+void load_weights(Model& model, const Config& config) {
+  const uint32_t first = first_expert(model.shape, config.rank, config.ranks());
+  const uint32_t end = first_expert(model.shape, config.rank + 1, config.ranks());
+  if (config.model.source == ModelSource::huggingface) load_checkpoint(model, first, end);
+  if (config.model.source == ModelSource::synthetic) load_synthetic(model, config.model.seed, first, end);
 }
 
 }  // namespace moed

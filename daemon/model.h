@@ -26,7 +26,9 @@ struct Model {
 Shape model_shape(const Config& config);
 uint64_t local_weight_bytes(const Config& config, const Shape& shape);
 
-/// Loads this rank's experts, logging progress. Throws ConfigError or WeightsError naming file and tensor.
-Model load_model(const Config& config);
+/// Shape and digest, nothing loaded: what peers compare. Throws ConfigError or WeightsError naming file and tensor.
+Model open_model(const Config& config);
+/// Loads this rank's experts, logging progress. Throws WeightsError naming file and tensor.
+void load_weights(Model& model, const Config& config);
 
 }  // namespace moed

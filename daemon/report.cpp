@@ -59,7 +59,11 @@ Json peers_json(const Report& r) {
                      {"heartbeat_ms", heartbeat},
                      {"wait_s", decimals(p.wait_s, 6)},
                      {"last", p.last},
-                     {"losses", p.losses}});
+                     {"losses", p.losses},
+                     {"busy", clean(p.busy)},
+                     {"loop_ms", decimals(p.loop_ms, 3)},
+                     {"waits_for", p.waits_for ? Json(*p.waits_for) : Json()},
+                     {"waits_ms", decimals(p.waits_ms, 3)}});
   }
   return peers;
 }

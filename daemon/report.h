@@ -23,11 +23,15 @@ struct Report {
   };
   struct Peer {
     uint32_t rank = 0;
-    std::string link;                    ///< connecting, mapped, ready, lost
+    std::string link;                    ///< connecting, mapped, ready, lost, leaving
     std::optional<double> heartbeat_ms;  ///< age of the last one; null before the first
     double wait_s = 0;                   ///< that calls waited for this rank
     uint64_t last = 0;                   ///< calls in which it answered last
     uint64_t losses = 0;                 ///< of the link
+    std::string busy{};  ///< what keeps the peer, as it said last: loading, mapping, draining; empty: nothing
+    double loop_ms = 0;  ///< age of its service loop's last turn, as it said last
+    std::optional<uint32_t> waits_for{};  ///< the rank that it waited for most in its last heartbeat interval
+    double waits_ms = 0;
   };
 
   uint32_t rank = 0, ranks = 1;

@@ -4,6 +4,7 @@
 //   Dry    -> Answer                     on an attached socket
 //   Record -> Answer                     on an attached socket (stream calls)
 //   StatusQuery -> JSON text             on any socket, at most 64 KiB
+//   Fetch -> Answer + one descriptor     on any socket: a peer daemon of this host and user
 //
 // Every message starts with {magic, type}; an unknown type or a wrong length closes the socket.
 #pragma once
@@ -20,7 +21,7 @@ inline constexpr uint32_t kNumerics = 1;                ///< anything that chang
 inline constexpr uint32_t kAttachMagic = 0x4445'4f4du;  // "MOED"
 inline constexpr uint32_t kMaxStatusBytes = 64 * 1024;
 
-enum class MessageType : uint32_t { attach = 1, attached = 2, dry = 3, record = 4, answer = 5, status = 6 };
+enum class MessageType : uint32_t { attach = 1, attached = 2, dry = 3, record = 4, answer = 5, status = 6, fetch = 7 };
 
 struct MessageHeader {
   uint32_t magic = kAttachMagic;
@@ -79,6 +80,16 @@ struct Answer {
   uint32_t pad = 0;
   char text[128] = {};
 };
+
+/// A peer's token for one descriptor, good once. The token came over its link.
+struct Fetch {
+  MessageHeader header{kAttachMagic, MessageType::fetch};
+  uint32_t protocol = kProtocol;
+  uint32_t rank = 0;         ///< who asks
+  uint64_t incarnation = 0;  ///< of who is asked
+  uint8_t token[64] = {};
+};
+static_assert(sizeof(Fetch) == 88);
 
 struct StatusQuery {
   MessageHeader header{kAttachMagic, MessageType::status};

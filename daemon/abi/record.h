@@ -21,7 +21,7 @@ struct CallRecord {
   uint32_t status;  ///< Status
   uint16_t path;    ///< CallPath
   uint16_t lane;
-  uint32_t last;         ///< rank whose return line came last; kNoRank: none was awaited
+  uint32_t last;         ///< rank whose return line came last, or did not come; kNoRank: none was awaited
   uint64_t phase_ns[3];  ///< dispatch, wait, reduce
   uint64_t ranks[2];     ///< as Reply::ranks
   uint32_t token, slot, field, dropped;

@@ -263,8 +263,19 @@ bool CallPass::poll(Nanos now, const Links& present, CallRecord& out) {
   return true;
 }
 
+namespace {
+
+/// Whether what was sent over `then` can still be answered. A link that is mapped and no longer ready takes nothing
+/// new, but answers what it has.
+bool still_there(const Link& then, const Link& now) {
+  return now.session == then.session && (now.state == LinkState::ready || now.state == LinkState::mapped);
+}
+
+}  // namespace
+
 /// Takes the return lines that have come; decides about lost ranks and the deadline.
 void CallPass::collect(Nanos now, const Links& present) {
+  uint64_t slowest = 0;
   for (uint32_t r = 0; r < common_.options.ranks; ++r) {
     if (!waiting_.has(r)) continue;
     const Link& link = (*links_)[r];
@@ -278,7 +289,10 @@ void CallPass::collect(Nanos now, const Links& present) {
       add_saturating(peer.queue, line.queue_ns);
       add_saturating(peer.experts, line.experts_ns);
       add_saturating(peer.send, line.send_ns);
-      record_.last = r;
+      // Of several that a look finds at once, the one that says it was slowest counts as the last.
+      const uint64_t took = uint64_t{line.queue_ns} + line.experts_ns + line.send_ns;
+      if (took >= slowest) record_.last = r;
+      slowest = std::max(slowest, took);
       if (line.status != 0) {
         RankSet named;
         named.add(r);
@@ -286,7 +300,8 @@ void CallPass::collect(Nanos now, const Links& present) {
         record_.value = line.status;  // a peer's word is reported, never taken for our own status
         return end(Status::internal, now);
       }
-    } else if (present[r].state != LinkState::ready || present[r].session != link.session) {
+    } else if (!still_there(link, present[r])) {
+      waited_in_vain(r, now);
       waiting_.remove(r);
       out_.add(r);
     }
@@ -297,8 +312,16 @@ void CallPass::collect(Nanos now, const Links& present) {
   }
   if (!waiting_.empty() && now >= begin_.deadline) {
     std::copy_n(waiting_.word, 2, record_.ranks);
+    for (uint32_t r = 0; r < common_.options.ranks; ++r)
+      if (waiting_.has(r)) waited_in_vain(r, now);
     end(Status::peer_timeout, now);
   }
+}
+
+/// A rank that did not answer was last, too; nothing is known of its own times.
+void CallPass::waited_in_vain(uint32_t rank, Nanos now) {
+  add_saturating(record_.peer[rank].wait, now > waited_from_ ? now - waited_from_ : 0);
+  record_.last = rank;
 }
 
 /// The set of ranks that are in is decided: sum, write, and go on with the next piece or end.

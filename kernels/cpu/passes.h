@@ -79,6 +79,7 @@ class CallPass {
   bool usable(const RankSet& needed);
   void start_piece(Nanos now);
   void collect(Nanos now, const Links& present);
+  void waited_in_vain(uint32_t rank, Nanos now);
   void finish_piece(Nanos now);
   void end(Status status, Nanos now);
   uint32_t piece_tokens() const;

@@ -108,10 +108,10 @@ TEST(KeyRing, TheNewestProvesAndAnyVerifies) {
   EXPECT_EQ(ring.find(".hidden"), nullptr);
   write(dir.path() + "/c", std::string(32, 'c'));
   fs::last_write_time(dir.path() + "/c", fs::file_time_type::clock::now() + std::chrono::hours(1));
-  EXPECT_FALSE(ring.refresh().has_value());
+  EXPECT_FALSE(ring.refresh().fault.has_value());
   EXPECT_EQ(ring.newest(), "c");
   fs::remove(dir.path() + "/a");
-  EXPECT_FALSE(ring.refresh().has_value());
+  EXPECT_FALSE(ring.refresh().fault.has_value());
   EXPECT_EQ(ring.find("a"), nullptr);
 }
 
@@ -122,21 +122,21 @@ TEST(KeyRing, WhatCannotBeAKeyIsNamedAndOldKeysStay) {
   write(dir.path() + "/good", std::string(32, 'g'));
   KeyRing ring(dir.path());
   write(dir.path() + "/weak", std::string(31, 'w'));
-  const auto why = ring.refresh();
+  const auto why = ring.refresh().fault;
   ASSERT_TRUE(why.has_value());
   EXPECT_NE(why->find("weak"), std::string::npos) << *why;
   EXPECT_NE(why->find("31 bytes"), std::string::npos) << *why;
   EXPECT_NE(ring.find("good"), nullptr);
   fs::remove(dir.path() + "/weak");
   write(dir.path() + "/a-name-of-16-chr", std::string(32, 'n'));
-  EXPECT_TRUE(ring.refresh().has_value());
+  EXPECT_TRUE(ring.refresh().fault.has_value());
 }
 
 TEST(KeyRing, WithoutADirectoryThereIsOneKnownKey) {
   KeyRing ring("");
   EXPECT_EQ(ring.newest(), "none");
   EXPECT_NE(ring.find("none"), nullptr);
-  EXPECT_FALSE(ring.refresh().has_value());
+  EXPECT_FALSE(ring.refresh().fault.has_value());
 }
 
 }  // namespace

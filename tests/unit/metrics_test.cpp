@@ -93,7 +93,7 @@ Gauges gauges() {
   Gauges g;
   g.ready = true;
   g.lanes_attached = 2;
-  g.link_state = {2, 1, 3, 0};
+  g.links = {{.state = 2}, {.state = 1}, {.state = 3, .losses = {4, 5, 6}, .heartbeat_age = 250'000'000}, {.state = 0}};
   g.heap = 4194304;
   g.weights = 7;
   g.arena = 8;
@@ -139,6 +139,10 @@ TEST(Metrics, EverythingIsThereFromTheStart) {
                 {"moed_ranks", 4},
                 {"moed_lanes_attached", 2},
                 {"moed_link_state{peer=2}", 3},
+                {"moed_link_losses_total{peer=2,reason=error}", 4},
+                {"moed_link_losses_total{peer=2,reason=heartbeat}", 5},
+                {"moed_link_losses_total{peer=2,reason=leaving}", 6},
+                {"moed_heartbeat_age_seconds{peer=2}", 0.25},
                 {"moed_memory_bytes{kind=heap}", 4194304},
                 {"moed_memory_bytes{kind=scratch}", 9},
                 {"moed_config_info{backend=cpu,transport=heap,sharing=,handles=}", 1},

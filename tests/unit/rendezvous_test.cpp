@@ -65,12 +65,14 @@ struct Node {
       ++handshakes;
       linked[p.rank] = p;
     };
+    h.open = [this](uint32_t r) { open.push_back(r); };
     h.ended = [this](uint32_t r) { linked.erase(r); };
     h.refused = [this](const std::string& why) { refused.push_back(why); };
     rendezvous = std::make_unique<Rendezvous>(io, std::move(o), std::move(h), keys);
   }
   std::map<uint32_t, Proven> linked;
   std::vector<std::string> refused;
+  std::vector<uint32_t> open;  ///< who has said that it knows us, in order
   int handshakes = 0;
   std::unique_ptr<Rendezvous> rendezvous;
 };
@@ -85,6 +87,8 @@ TEST(Rendezvous, TwoRanksProveEachOtherOnce) {
   io.run_for(200ms);  // nothing more comes
   EXPECT_EQ(a.handshakes, 1);
   EXPECT_EQ(b.handshakes, 1);
+  EXPECT_EQ(a.open, std::vector<uint32_t>{1});
+  EXPECT_EQ(b.open, std::vector<uint32_t>{0});
   const Proven& of_b = a.linked[1];
   const Proven& of_a = b.linked[0];
   EXPECT_EQ(of_b.session, of_a.session);

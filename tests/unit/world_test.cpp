@@ -158,7 +158,7 @@ TEST(Disagreement, EachFieldIsNamedWithBothValues) {
       {"lanes 3, here 2", [](Hello& h) { h.lanes = 3; }},
       {"max_tokens 256, here 128", [](Hello& h) { h.max_tokens = 256; }},
       {"transport 1, here 0", [](Hello& h) { h.transport = 1; }},
-      {"shape 0/512/0", [](Hello& h) { h.shape.latent = 512; }},
+      {"shape: latent 512, here 256", [](Hello& h) { h.shape.latent = 512; }},
       {"model digest ff00000000000000.., here 0000000000000000..", [](Hello& h) { h.model_digest[0] = 255; }},
       {"weights revision 'b', here ''", [](Hello& h) { h.revision[0] = 'b'; }},
       {"handle kinds 4, here 2", [](Hello& h) { h.handle_kinds = 4; }},
