@@ -78,11 +78,16 @@ inline Fd connect_raw(const std::string& socket) {
 
 class Daemon {
  public:
-  /// sets: "a.b=c". The http port is any free one unless set.
+  /// sets: "a.b=c". The http port is any free one unless set. Waits until it is ready.
   explicit Daemon(const std::vector<std::string>& sets, const std::string& run_dir = {})
       : sets_(sets), run_dir_(run_dir.empty() ? dir_.path() : run_dir) {
     start();
     wait_ready();
+  }
+  /// One of several; whoever makes it waits.
+  Daemon(const std::vector<std::string>& sets, const std::string& run_dir, uint32_t rank)
+      : sets_(sets), run_dir_(run_dir), rank_(rank) {
+    start();
   }
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
@@ -93,7 +98,7 @@ class Daemon {
     }
   }
 
-  std::string socket() const { return run_dir_ + "/moed/0.sock"; }
+  std::string socket() const { return run_dir_ + "/moed/" + std::to_string(rank_) + ".sock"; }
   std::string log() const { return read_file(log_path()); }
   pid_t pid() const { return pid_; }
 
@@ -125,37 +130,42 @@ class Daemon {
   }
 
   void restart() {
-    signal(SIGKILL);
-    reap(10'000);
+    kill();
     start();
     wait_ready();
   }
 
- private:
-  std::string log_path() const { return dir_.path() + "/log"; }
+  void kill() {
+    signal(SIGKILL);
+    reap(10'000);
+  }
 
+  /// Log lines with this text so far, over all lives.
+  size_t count(const std::string& part) const {
+    const std::string text = log();
+    size_t count = 0;
+    for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+    return count;
+  }
+
+  /// Starts it and returns at once.
   void start() {
-    std::vector<std::string> arguments{MOED_BINARY,           "serve", "--set",
-                                       "run_dir=" + run_dir_, "--set", "http.listen=127.0.0.1:0"};
+    std::vector<std::string> arguments{MOED_BINARY, "serve",
+                                       "--rank",    std::to_string(rank_),
+                                       "--set",     "run_dir=" + run_dir_,
+                                       "--set",     "http.listen=127.0.0.1:0"};
     for (const std::string& s : sets_) {
       arguments.emplace_back("--set");
       arguments.push_back(s);
     }
-    ready_before_ = count_ready();
+    ready_before_ = count(kReady);
     pid_ = spawn(arguments, log_path());
   }
 
-  size_t count_ready() const {
-    const std::string text = log();
-    size_t count = 0;
-    for (size_t at = text.find(" info ready "); at != std::string::npos; at = text.find(" info ready ", at + 1))
-      ++count;
-    return count;
-  }
-
+  /// Until the log says so, for this life: every link is ready.
   void wait_ready() {
     for (int i = 0; i < 6000; ++i) {
-      if (count_ready() > ready_before_) return;
+      if (count(kReady) > ready_before_) return;
       int status = 0;
       if (::waitpid(pid_, &status, WNOHANG) == pid_) {
         pid_ = 0;
@@ -166,9 +176,14 @@ class Daemon {
     throw std::runtime_error("the daemon is not ready after 30 s: " + log());
   }
 
+ private:
+  static constexpr const char* kReady = " info ready ";
+  std::string log_path() const { return dir_.path() + "/log"; }
+
   TempDir dir_;
   std::vector<std::string> sets_;
   std::string run_dir_;
+  uint32_t rank_ = 0;
   pid_t pid_ = 0;
   size_t ready_before_ = 0;
 };

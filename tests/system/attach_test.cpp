@@ -309,7 +309,7 @@ TEST(Starting, WhatCannotWorkIsRefusedWithItsExitCode) {
   expect_in(text, {"limits.lanes", "65", "64"});
   std::tie(code, text) = failing_daemon({run, "backend=cuda"});
   EXPECT_EQ(code, 65);
-  std::tie(code, text) = failing_daemon({run, "control.peers=[\"127.0.0.1:1\",\"127.0.0.1:2\"]"});
+  std::tie(code, text) = failing_daemon({run, "rank=2", "control.peers=[\"127.0.0.1:1\",\"127.0.0.1:2\"]"});
   EXPECT_EQ(code, 65);
   std::tie(code, text) = failing_daemon({run, "model.source=huggingface", "model.path=" + dir.path()});
   EXPECT_EQ(code, 66);
