@@ -196,6 +196,8 @@ class NetLoop::Impl {
   void proven(const Proven& who) {
     Link link;
     std::string why;
+    // Another link of the same pair may have come and gone since we sent our Proof: then the ends would not agree.
+    if (who.greatest_sent != world_.peer(who.rank).greatest_session) return rendezvous_->close(who.rank);
     if (const auto no = world_.proven(who.rank, who.hello.incarnation, who.proof.greatest_session, now_ns())) {
       handlers_.refused(*no);
       return rendezvous_->close(who.rank);
@@ -343,7 +345,7 @@ class NetLoop::Impl {
     const auto* most = std::max_element(peer.beat.wait_us, peer.beat.wait_us + links_.size());
     out.state = static_cast<uint32_t>(peer.state);
     out.leaving = peer.leaving;
-    out.heard = peer.incarnation != 0 ? peer.heard : 0;
+    out.heard = peer.heard;
     for (size_t i = 0; i < out.losses.size(); ++i) out.losses[i] = peer.losses[i];
     out.busy = static_cast<uint32_t>(peer.beat.busy);
     out.service_age_us = peer.beat.service_age_us;

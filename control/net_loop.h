@@ -60,7 +60,7 @@ struct NetHandlers {
 struct PeerView {
   State state = State::connecting;
   bool leaving = false;
-  std::optional<Nanos> heard{};      ///< when its last message came; nothing: never in this life
+  std::optional<Nanos> heard{};      ///< when it was last heard of; nothing: never
   std::array<uint64_t, 3> losses{};  ///< by Loss
   Busy busy = Busy::no;
   uint32_t service_age_us = 0;          ///< of its service loop, as it said last

@@ -339,6 +339,7 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     who.rank = c->rank;
     who.hello = c->theirs;
     who.proof = c->their_proof;
+    who.greatest_sent = c->our_proof.greatest_session;
     who.session = session_key(c->key, c->dialler(), c->listener());
     handlers_.proven(who);
     if (c->over) return;

@@ -34,7 +34,8 @@ struct Proven {
   uint32_t rank = 0;
   Hello hello;
   Proof proof;
-  Key session{};  ///< signs the active messages of this link
+  uint32_t greatest_sent = 0;  ///< what we told the peer as our greatest session
+  Key session{};               ///< signs the active messages of this link
 };
 
 /// All are called on the thread that runs `io`.

@@ -186,7 +186,8 @@ bool World::they_leave(uint32_t rank) {
 }
 
 void World::was_away(Nanos now) {
-  for (Peer& p : peers_) p.heard = std::max(p.heard, now);
+  for (Peer& p : peers_)
+    if (p.incarnation != 0) p.heard = std::max(p.heard, now);
 }
 
 std::vector<uint32_t> World::silent(Nanos now) const {

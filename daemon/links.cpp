@@ -242,7 +242,8 @@ void Links::lost(LinkLife life, control::Loss why, const std::string& text, bool
     show_busy();
   }
   if (was_up)
-    log_warn("link lost", {{"peer", life.rank}, {"reason", name(why)}, {"why", text}});
+    log_line(why == control::Loss::leaving ? LogLevel::info : LogLevel::warn, "link lost",
+             {{"peer", life.rank}, {"reason", name(why)}, {"why", text}});
   else
     log_info("link not made", {{"peer", life.rank}, {"why", text}});
   changed_();

@@ -110,7 +110,6 @@ constexpr const char* kPaths[] = {"host", "stream"};
 constexpr const char* kTokens[] = {"1", "2-16", "17-64", "65-512", "more"};
 constexpr const char* kPhases[] = {"dispatch", "wait", "reduce", "gather", "experts", "send"};
 constexpr const char* kFlags[] = {"call", "return"};
-constexpr const char* kCauses[] = {"queue", "experts", "send", "wire"};
 constexpr const char* kLosses[] = {"error", "heartbeat", "leaving"};
 constexpr const char* kRefused[] = {"attach", "mailbox", "handshake", "message", "http"};
 constexpr const char* kLoops[] = {"service", "net", "control"};
@@ -322,10 +321,13 @@ uint64_t Metrics::calls(Status status) const {
 uint64_t Metrics::sources_served() const { return slots_->sources.get(); }
 
 double Metrics::peer_wait(uint32_t peer) const {
-  uint64_t ns = 0;
-  if (peer < info_.ranks)
-    for (const Slot& cause : slots_->peers[peer].wait_ns) ns += cause.get();
-  return static_cast<double>(ns) / 1e9;
+  double seconds = 0;
+  for (uint32_t c = 0; c < std::size(kCauses); ++c) seconds += peer_wait(peer, static_cast<Cause>(c));
+  return seconds;
+}
+
+double Metrics::peer_wait(uint32_t peer, Cause cause) const {
+  return peer < info_.ranks ? slots_->peers[peer].wait_ns[index(cause)].value() / 1e9 : 0;
 }
 
 uint64_t Metrics::peer_last(uint32_t peer) const { return peer < info_.ranks ? slots_->peers[peer].last.get() : 0; }

@@ -19,6 +19,9 @@ namespace moed {
 /// Where something from outside was turned away.
 enum class Refused : uint32_t { attach, mailbox, handshake, message, http };
 enum class LoopId : uint32_t { service, net, control };
+/// Why a call waited for a rank: its own times, and the rest on the wire.
+enum class Cause : uint32_t { queue, experts, send, wire };
+inline constexpr const char* kCauses[] = {"queue", "experts", "send", "wire"};
 enum class MetricKind : uint32_t { gauge, counter, histogram };
 enum class MetricId : uint32_t;
 
@@ -42,7 +45,7 @@ struct MetricsInfo {
 struct LinkGauge {
   uint32_t state = 0;
   std::array<uint64_t, 3> losses{};      ///< error, heartbeat, leaving
-  std::optional<Nanos> heartbeat_age{};  ///< nothing: nothing heard in this life of the link
+  std::optional<Nanos> heartbeat_age{};  ///< nothing: never heard of
 };
 
 /// What the caller of a scrape looks up. Bytes for memory; links by rank.
@@ -81,6 +84,7 @@ class Metrics {
   /// Seconds that calls waited for rank `peer`, all causes, and in how many it came last. 0 for a rank beyond the
   /// world.
   double peer_wait(uint32_t peer) const;
+  double peer_wait(uint32_t peer, Cause cause) const;
   uint64_t peer_last(uint32_t peer) const;
   /// Quantile q (0..1, nearest rank) of the last 4096 call durations, in microseconds; 0 without calls.
   double call_quantile(double q) const;

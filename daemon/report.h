@@ -26,6 +26,7 @@ struct Report {
     std::string link;                    ///< connecting, mapped, ready, lost, leaving
     std::optional<double> heartbeat_ms;  ///< age of the last one; null before the first
     double wait_s = 0;                   ///< that calls waited for this rank
+    std::array<double, 4> wait_by{};     ///< the same by cause: queue, experts, send, wire
     uint64_t last = 0;                   ///< calls in which it answered last
     uint64_t losses = 0;                 ///< of the link
     std::string busy{};  ///< what keeps the peer, as it said last: loading, mapping, draining; empty: nothing

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "daemon/abi/futex.h"
 #include "daemon/moectl/identity.h"
@@ -16,6 +18,11 @@
 
 namespace moed::ctl {
 namespace {
+
+constexpr std::chrono::milliseconds kAfterLoss{1};  ///< a lost rank is answered at once: without a pause, in a flood
+constexpr Nanos kFirstAnswer = 30'000'000'000;      ///< how long a row's first answer may wait for a lost rank
+
+enum class Ended { ok, lost, failed };
 
 /// One row of the table: its inputs, its reference answer, its times.
 class Row {
@@ -39,6 +46,8 @@ class Row {
   bool identity() const { return options_.layer == MOED_LAYER_IDENTITY; }
   uint64_t out_bytes() const { return bytes_of(lane_.info, call_).out; }
   std::byte* out() const { return lane_.arena + call_.out; }
+  bool gone() const { return status_ == MOED_DAEMON_LOST || status_ == MOED_PENDING; }
+  Ended call_once();
   bool call(int poison, std::vector<std::byte>& answer);
   bool check_identity(const Inputs& inputs);
   void compare();
@@ -59,16 +68,36 @@ void Row::report_once(const std::string& line) {
   reported_ = true;
 }
 
-/// One call whose out is poisoned first, so that a byte that nobody wrote shows.
-bool Row::call(int poison, std::vector<std::byte>& answer) {
-  std::memset(out(), poison, out_bytes());
+/// One call, and what became of it counted.
+Ended Row::call_once() {
   moed_reply_t reply{};
   status_ = moed_call(lane_.handle.get(), &call_, &reply);
-  if (status_ != MOED_OK) {
-    ++row_.not_ok;
-    report_once(describe(lane_, call_, status_, reply));
-    return false;
+  if (status_ == MOED_OK) {
+    if (row_.lost != 0) ++row_.ok_after_lost;
+    return Ended::ok;
   }
+  if (lost_only(status_, reply, options_.may_lose)) {
+    ++row_.lost;
+    row_.ok_after_lost = 0;
+    return Ended::lost;
+  }
+  ++row_.not_ok;
+  report_once(describe(lane_, call_, status_, reply));
+  return Ended::failed;
+}
+
+/// A call whose out is poisoned first, so that a byte that nobody wrote shows; again while it is lost.
+bool Row::call(int poison, std::vector<std::byte>& answer) {
+  const Nanos until = now_ns() + kFirstAnswer;
+  Ended ended = Ended::lost;
+  while (ended == Ended::lost && now_ns() < until) {
+    std::memset(out(), poison, out_bytes());
+    ended = call_once();
+    if (ended == Ended::lost) std::this_thread::sleep_for(kAfterLoss);
+  }
+  if (ended == Ended::lost)
+    report_once("no first answer: rank " + std::to_string(options_.may_lose) + " stayed lost for 30 s");
+  if (ended != Ended::ok) return false;
   answer.assign(out(), out() + out_bytes());
   return true;
 }
@@ -125,13 +154,9 @@ bool Row::measure() {
   const uint64_t bytes = out_bytes();
   std::vector<uint64_t> times;
   if (options_.seconds <= 0) times.reserve(options_.calls);
-  moed_reply_t reply{};
   for (uint32_t i = 0; i < options_.warmup; ++i) {
-    status_ = moed_call(lane_.handle.get(), &call_, &reply);
-    if (status_ == MOED_OK) continue;
-    ++row_.not_ok;
-    report_once(describe(lane_, call_, status_, reply));
-    if (status_ == MOED_DAEMON_LOST || status_ == MOED_PENDING) return false;
+    if (call_once() == Ended::lost) std::this_thread::sleep_for(kAfterLoss);
+    if (gone()) return false;
   }
   const Nanos start = now_ns();
   const auto limit = static_cast<Nanos>(options_.seconds * 1e9);
@@ -139,19 +164,16 @@ bool Row::measure() {
   for (; more(); ++row_.calls) {
     if (options_.check) std::memset(out(), 0xFF, bytes);
     const Nanos before = now_ns();
-    status_ = moed_call(lane_.handle.get(), &call_, &reply);
+    const Ended ended = call_once();
     const Nanos after = now_ns();
-    if (status_ == MOED_OK) {
-      times.push_back(after - before);
-      if (options_.check) compare();
-      continue;
-    }
-    ++row_.not_ok;
-    report_once(describe(lane_, call_, status_, reply));
-    if (status_ == MOED_DAEMON_LOST || status_ == MOED_PENDING) break;
+    if (ended == Ended::lost) std::this_thread::sleep_for(kAfterLoss);
+    if (gone()) break;
+    if (ended != Ended::ok) continue;
+    times.push_back(after - before);
+    if (options_.check) compare();
   }
   summarise(times);
-  return status_ != MOED_DAEMON_LOST && status_ != MOED_PENDING;
+  return !gone();
 }
 
 /// Percentiles by nearest rank; the rate counts the time inside calls only, so that --check does not change it.
@@ -204,7 +226,9 @@ void print_json(const Lane& lane, const BenchOptions& options, const std::vector
                            {"tokens_per_s", r.tokens_per_s},
                            {"not_ok", r.not_ok},
                            {"checked", r.checked},
-                           {"wrong", r.wrong}});
+                           {"wrong", r.wrong},
+                           {"lost", r.lost},
+                           {"ok_after_lost", r.ok_after_lost}});
   }
   std::printf("%s\n", all.dump().c_str());
 }
@@ -233,12 +257,14 @@ int run_bench(const BenchOptions& options) {
   }
   uint64_t checked = 0;
   uint64_t wrong = 0;
-  for (const BenchRow& r : rows) checked += r.checked, wrong += r.wrong;
-  if (options.json)
-    print_json(lane, options, rows);
-  else
-    std::printf("%llu answers checked, %llu wrong\n", static_cast<unsigned long long>(checked),
-                static_cast<unsigned long long>(wrong));
+  uint64_t lost = 0;
+  for (const BenchRow& r : rows) checked += r.checked, wrong += r.wrong, lost += r.lost;
+  if (options.json) return print_json(lane, options, rows), result;
+  std::printf("%llu answers checked, %llu wrong", static_cast<unsigned long long>(checked),
+              static_cast<unsigned long long>(wrong));
+  if (options.may_lose >= 0)
+    std::printf(", %llu calls lost rank %d", static_cast<unsigned long long>(lost), options.may_lose);
+  std::printf("\n");
   return result;
 }
 

@@ -68,6 +68,11 @@ CLI::App& add_bench(CLI::App& app, BenchOptions& o) {
       ->capture_default_str();
   bench.add_option("--seed", o.seed, "of the random inputs")->capture_default_str();
   bench.add_option("--pin-cpu", o.pin_cpu, "CPU to run on");
+  bench
+      .add_option("--may-lose", o.may_lose,
+                  "a rank that may come and go: calls that end with peer_lost, peer_timeout, not_ready or degraded and "
+                  "name it alone are counted as lost, are no failures, and are 1 ms apart")
+      ->check(CLI::Range(0, 127));
   bench.add_flag("--check", o.check, "compare every answer with the first, bit for bit");
   bench.add_flag("--json", o.json, "one JSON object instead of the table");
   return bench;

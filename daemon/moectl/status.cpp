@@ -92,19 +92,33 @@ std::string lanes_line(const Json& state) {
   return line;
 }
 
+/// The cause that took most of the time that calls waited for a peer; "-" when they never did.
+std::string cause_of(const Json& peer) {
+  std::string most = "-";
+  double least = 0;
+  const Json& causes = child(peer, "wait_by");
+  for (const auto& [cause, seconds] : causes.items())
+    if (seconds.is_number() && seconds.get<double>() > least) {
+      least = seconds.get<double>();
+      most = cause;
+    }
+  return most;
+}
+
 std::string peers_table(const Json& peers) {
   if (peers.empty()) return {};
   double all = 0;
   for (const Json& p : peers) all += get(p, "wait_s", 0.0);
-  std::string table = "peer  link        heartbeat  wait share      last  losses\n";
+  std::string table = "peer  link        heartbeat  wait share  mostly       last  losses\n";
   for (const Json& p : peers) {
-    const std::string link = get(p, "link", std::string("unknown"));
+    std::string link = get(p, "link", std::string("unknown"));
     std::string share = "-";
     if (all > 0 && link == "ready") share = std::to_string(std::lround(get(p, "wait_s", 0.0) / all * 100)) + " %";
+    if (const std::string busy = get(p, "busy", std::string()); link == "connecting" && !busy.empty()) link = busy;
     const double heartbeat = get(p, "heartbeat_ms", -1.0);
-    append(table, "%4llu  %-10s  %9s  %10s  %8llu  %6llu\n",
+    append(table, "%4llu  %-10s  %9s  %10s  %-7s  %8llu  %6llu\n",
            static_cast<unsigned long long>(get(p, "rank", uint64_t{0})), link.c_str(),
-           heartbeat < 0 ? "-" : age(heartbeat).c_str(), share.c_str(),
+           heartbeat < 0 ? "-" : age(heartbeat).c_str(), share.c_str(), cause_of(p).c_str(),
            static_cast<unsigned long long>(get(p, "last", uint64_t{0})),
            static_cast<unsigned long long>(get(p, "losses", uint64_t{0})));
   }
