@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "daemon/moectl/bench.h"
 #include "daemon/moectl/identity.h"
 #include "daemon/moectl/status.h"
 
@@ -84,22 +85,44 @@ TEST(RandomInputs, AreRepeatableAndDistinct) {
   }
 }
 
+TEST(LostOnly, WantsThisRankAndNoOther) {
+  constexpr uint64_t kRank2 = 4;  // bit 2 of the first word, and bit 70 - 64 of the second
+  constexpr uint64_t kRank70 = 64;
+  moed_reply_t reply{};
+  reply.ranks[0] = kRank2;
+  for (const moed_status s : {MOED_DEGRADED, MOED_NOT_READY, MOED_PEER_TIMEOUT, MOED_PEER_LOST}) {
+    EXPECT_TRUE(lost_only(s, reply, 2)) << moed_status_name(s);
+    for (const int other : {-1, 0, 1, 3, 66, 127, 128, 130}) EXPECT_FALSE(lost_only(s, reply, other)) << other;
+  }
+  for (const moed_status s : {MOED_OK, MOED_PENDING, MOED_MASKED, MOED_BAD_CALL, MOED_BUSY, MOED_STEP_FAILED,
+                              MOED_DRAINING, MOED_DAEMON_LOST, MOED_INTERNAL})
+    EXPECT_FALSE(lost_only(s, reply, 2)) << moed_status_name(s);
+  reply.ranks[1] = kRank70;
+  EXPECT_FALSE(lost_only(MOED_PEER_LOST, reply, 2));
+  EXPECT_FALSE(lost_only(MOED_PEER_LOST, reply, 70));
+  reply.ranks[0] = 0;
+  EXPECT_TRUE(lost_only(MOED_PEER_LOST, reply, 70));
+  reply.ranks[1] = 0;
+  EXPECT_FALSE(lost_only(MOED_PEER_LOST, reply, 2));
+}
+
 TEST(Status, MakesATable) {
   const std::string table =
       status_table(R"({"rank":0,"ranks":4,"ready":false,"missing":["link 3: lost"],"backend":"cpu",
     "transport":"heap","sharing":"","incarnation":"5f0c81d2a7e94b10","uptime_s":12.1,"version":"0.1.0",
     "limits":{"lanes":2},"lanes":[{"lane":1,"name":"engine-a","pid":4711,"calls":51234}],"calls":{"ok":51234,"bad_route":2,"dry":1},
     "call_us":{"p50":41,"p99":88},"peers":[
-    {"rank":1,"link":"ready","heartbeat_ms":42,"wait_s":1.0,"last":15871,"losses":0},
+    {"rank":1,"link":"ready","heartbeat_ms":42,"wait_s":1.0,
+     "wait_by":{"queue":0.1,"experts":0.6,"send":0.1,"wire":0.2},"last":15871,"losses":0},
     {"rank":2,"link":"ready","heartbeat_ms":17,"wait_s":3.0,"last":18034,"losses":0},
     {"rank":3,"link":"lost","heartbeat_ms":1400,"wait_s":0,"last":12,"losses":1}],"memory":{"heap":1}})");
   EXPECT_EQ(table,
             "rank 0 of 4  not ready (link 3: lost)  cpu heap  incarnation 5f0c81d2  uptime 12 s  version 0.1.0\n"
             "lanes 2: 1 attached (engine-a, pid 4711)   calls 51234 ok, 3 other   p50 41 us  p99 88 us\n"
-            "peer  link        heartbeat  wait share      last  losses\n"
-            "   1  ready           42 ms        25 %     15871       0\n"
-            "   2  ready           17 ms        75 %     18034       0\n"
-            "   3  lost            1.4 s           -        12       1\n");
+            "peer  link        heartbeat  wait share  mostly       last  losses\n"
+            "   1  ready           42 ms        25 %  experts     15871       0\n"
+            "   2  ready           17 ms        75 %  -           18034       0\n"
+            "   3  lost            1.4 s           -  -              12       1\n");
 }
 
 TEST(Status, ReadsWhatItDoesNotExpect) {
