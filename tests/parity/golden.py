@@ -1,20 +1,24 @@
 #!/usr/bin/python3
-"""A real daemon's answers against the oracle's, element by element.
+"""Real daemons' answers against the oracle's, element by element.
 
-    golden.py --moed BIN --moectl BIN --data DIR     DIR: what make.py wrote (tests/golden, or a set of --make)
-    golden.py --make SEED H/L/I/E/K --data DIR       runs make.py into DIR unless DIR already holds that set
+    golden.py --moed BIN --moectl BIN --data DIR [--ranks N]   DIR: what make.py wrote (tests/golden, or a set of --make)
+    golden.py --make SEED H/L/I/E/K --data DIR                 runs make.py into DIR unless DIR already holds that set
 
-The first form starts `moed serve` on DIR/checkpoint as a world of one, runs `moectl call` for each routed set of
-DIR/manifest.json with and without the norm, prints the worst error of each and exits 1 beyond a limit. It shares no code
-with the project; the limits are those of design.md section 6 (derived in tests/support/tolerance.h). Needs numpy.
+The first form starts `moed serve` on DIR/checkpoint as a world of N daemons (without --ranks: one world after another, for
+every N that DIR/manifest.json has arrays of), runs `moectl call` from every rank for each routed set with and without the
+norm, prints the worst error of each and exits 1 beyond a limit, when two ranks get different bits, or when a daemon does
+not leave with 0. It shares no code with the project; the limits are those of design.md section 6 (derived in
+tests/support/tolerance.h). Needs numpy.
 """
 import argparse
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +30,7 @@ ROW_NORM = 5e-3  # norm of a row's error over the norm of the row
 ELEMENT_OF_RMS = 0.05  # largest error of an element over the row's RMS
 READY_S, CALL_S, STOP_S = 120, 120, 30  # deadlines, wide enough for a sanitizer build
 DTYPES = {"bf16": np.uint16, "u8": np.uint8, "i32": np.int32, "f32": np.float32}
+FIRST_PORT, LAST_PORT = 10_000, 29_999  # below those that the system gives out by itself
 MAKE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "golden", "make.py")
 
 
@@ -54,6 +59,19 @@ class Data:
         if not layers:
             raise Failure(f"{self.directory}/manifest.json names no routed set")
         return layers
+
+    def worlds(self):
+        """The numbers of ranks that every routed set has results for."""
+        found = (re.fullmatch(r"routed(\d+)_(?:out|latent)_n(\d+)", name) for name in self.manifest)
+        arrays = [(int(m.group(1)), int(m.group(2))) for m in found if m]
+        worlds = sorted({ranks for _, ranks in arrays})
+        for layer in self.routed_layers():
+            for ranks in worlds:
+                if arrays.count((layer, ranks)) != 2:
+                    raise Failure(f"{self.directory}/manifest.json lacks routed{layer}_out_n{ranks} or its latent")
+        if not worlds:
+            raise Failure(f"{self.directory}/manifest.json has results of no world")
+        return worlds
 
 
 def bf16_value(bits):
@@ -85,40 +103,67 @@ def compare(got_bits, want_bits):
     return worst_row, worst_element, faults
 
 
-class Daemon:
-    """`moed serve` as a world of one on DIR/checkpoint, in a directory of its own."""
+def free_ports(count):
+    """Ports that nobody has; all are held until the last is found, so that they differ."""
+    held = []
+    try:
+        for _ in range(20_000):
+            if len(held) == count:
+                return [s.getsockname()[1] for s in held]
+            s = socket.socket()
+            try:
+                s.bind(("127.0.0.1", random.randint(FIRST_PORT, LAST_PORT)))
+                held.append(s)
+            except OSError:
+                s.close()
+        raise Failure("no free ports")
+    finally:
+        for s in held:
+            s.close()
 
-    def __init__(self, moed, moectl, checkpoint):
-        self.moectl = moectl
-        self.dir = tempfile.mkdtemp(prefix="moed-")
-        self.socket = os.path.join(self.dir, "golden", "0.sock")
-        config = os.path.join(self.dir, "moed.yaml")
-        with open(config, "w", encoding="utf-8") as f:
-            f.write(f'group: golden\nrun_dir: "{self.dir}"\n')
-        settings = ["model.source=huggingface", f"model.path={checkpoint}", "http.listen=", "canary.period_ms=0"]
-        command = [moed, "serve", "--config", config] + [part for s in settings for part in ("--set", s)]
-        self.log = open(os.path.join(self.dir, "log"), "w+", encoding="utf-8")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+class Daemon:
+    """One rank: `moed serve` in the world's directory, with a log of its own."""
+
+    def __init__(self, tools, directory, rank, settings):
+        self.moectl, self.dir, self.rank = tools.moectl, directory, rank
+        self.socket = os.path.join(directory, "golden", f"{rank}.sock")
+        command = [tools.moed, "serve", "--config", os.path.join(directory, "moed.yaml"), "--rank", str(rank)]
+        command += [part for s in settings for part in ("--set", s)]
+        self.log = open(os.path.join(directory, f"log{rank}"), "w+", encoding="utf-8")
+        # A script that is stopped leaves nothing running.
+        self.process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL"] + command, stdout=self.log,
+                                        stderr=subprocess.STDOUT)
 
     def tail(self):
         self.log.flush()
         with open(self.log.name, encoding="utf-8", errors="replace") as f:
-            return "".join(f.readlines()[-30:])
+            return f"log of rank {self.rank}:\n" + "".join(f.readlines()[-30:])
 
-    def wait_ready(self):
-        end = time.monotonic() + READY_S
+    def status(self):
+        """What the daemon says of itself; empty while it does not answer."""
+        done = subprocess.run([self.moectl, "status", "--json", "--socket", self.socket], capture_output=True, text=True,
+                              timeout=CALL_S, check=False)
+        return json.loads(done.stdout) if done.stdout.startswith("{") else {}
+
+    def wait_ready(self, ranks, end):
+        """A world of another size answers within the limits, too: the numbers are checked."""
+        status = {}
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise Failure(f"moed serve ended with {self.process.returncode} before it was ready:\n{self.tail()}")
-            status = subprocess.run([self.moectl, "status", "--json", "--socket", self.socket], capture_output=True,
-                                    text=True, timeout=CALL_S, check=False)
-            if status.stdout.startswith("{") and json.loads(status.stdout).get("ready") is True:
-                return
+                raise Failure(f"rank {self.rank} ended with {self.process.returncode} before it was ready; {self.tail()}")
+            status = self.status()
+            if status.get("ready") is True:
+                break
             time.sleep(0.05)
-        raise Failure(f"moed serve was not ready within {READY_S} s:\n{self.tail()}")
+        else:
+            missing = status.get("missing")
+            raise Failure(f"rank {self.rank} was not ready within {READY_S} s, missing {missing}; {self.tail()}")
+        if (status["rank"], status["ranks"]) != (self.rank, ranks):
+            raise Failure(f"rank {self.rank} of {ranks} says that it is rank {status['rank']} of {status['ranks']}")
 
     def call(self, data, layer, norm):
-        out = os.path.join(self.dir, f"out{layer}.bin")
+        out = os.path.join(self.dir, "out.bin")
         if os.path.exists(out):
             os.unlink(out)
         base = f"routed{layer}_"
@@ -126,48 +171,101 @@ class Daemon:
                    "--ids", data.path(base + "ids"), "--weights", data.path(base + "weights"), "--out", out]
         done = subprocess.run(command + ([] if norm else ["--no-norm"]), capture_output=True, text=True, timeout=CALL_S,
                               check=False)
+        what = f"moectl call of layer {layer} from rank {self.rank}"
         if done.returncode != 0:
-            raise Failure(f"moectl call of layer {layer} exits {done.returncode}: {done.stdout}{done.stderr}\n{self.tail()}")
+            raise Failure(f"{what} exits {done.returncode}: {done.stdout}{done.stderr}; {self.tail()}")
         shape = data.manifest[base + "x"]["shape"]
         got = np.fromfile(out, np.uint16)
         if got.size != shape[0] * shape[1]:
-            raise Failure(f"moectl call of layer {layer} wrote {got.size} elements, expected {shape[0]} x {shape[1]}")
+            raise Failure(f"{what} wrote {got.size} elements, expected {shape[0]} x {shape[1]}")
         return got.reshape(shape)
 
-    def stop(self):
-        self.process.send_signal(signal.SIGTERM)
+    def wait_left(self, end):
         try:
-            code = self.process.wait(STOP_S)
+            code = self.process.wait(max(end - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            raise Failure(f"moed serve did not end within {STOP_S} s of SIGTERM:\n{self.tail()}") from None
+            raise Failure(f"rank {self.rank} did not end within {STOP_S} s of SIGTERM; {self.tail()}") from None
         if code != 0:
-            raise Failure(f"moed serve ended with {code} after SIGTERM:\n{self.tail()}")
+            raise Failure(f"rank {self.rank} ended with {code} after SIGTERM; {self.tail()}")
 
     def close(self):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(STOP_S)
         self.log.close()
+
+
+class World:
+    """Daemons of all ranks on DIR/checkpoint, in one run directory, on ports of their own."""
+
+    def __init__(self, tools, checkpoint, ranks):
+        self.daemons = []
+        self.dir = tempfile.mkdtemp(prefix="moed-")
+        try:
+            with open(os.path.join(self.dir, "moed.yaml"), "w", encoding="utf-8") as f:
+                f.write(f'group: golden\nrun_dir: "{self.dir}"\n')
+            peers = ",".join(f'"127.0.0.1:{port}"' for port in free_ports(ranks))
+            settings = ["model.source=huggingface", f"model.path={checkpoint}", "http.listen=", "canary.period_ms=0",
+                        f"control.peers=[{peers}]"]
+            if ranks > 1:  # more loops than cores; and a machine that is busy elsewhere loses no rank
+                settings += ["service.spin_us=0", "heartbeat.interval_ms=1000", "heartbeat.lost_after_ms=10000"]
+            for rank in range(ranks):
+                self.daemons.append(Daemon(tools, self.dir, rank, settings))
+            end = time.monotonic() + READY_S
+            for daemon in self.daemons:
+                daemon.wait_ready(ranks, end)
+        except BaseException:
+            self.close()
+            raise
+
+    def stop(self):
+        for daemon in self.daemons:
+            daemon.process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + STOP_S
+        for daemon in self.daemons:
+            daemon.wait_left(end)
+
+    def close(self):
+        for daemon in self.daemons:
+            daemon.close()
         shutil.rmtree(self.dir, ignore_errors=True)
 
 
-def run(moed, moectl, directory):
+def compare_array(world, data, layer, norm):
+    """One array of the manifest, asked from every rank; prints a line; true when all is well."""
+    name = f"routed{layer}_{'out' if norm else 'latent'}_n{len(world.daemons)}"
+    want, first = data.array(name), None
+    worst_row, worst_element, faults = 0.0, 0.0, []
+    for daemon in world.daemons:
+        got = daemon.call(data, layer, norm)
+        row, element, found = compare(got, want)
+        worst_row, worst_element = max(worst_row, row), max(worst_element, element)
+        first = got if first is None else first
+        if not np.array_equal(got, first):
+            found.append("other bits than from rank 0")
+        faults += [f"from rank {daemon.rank}: {fault}" for fault in found]
+    print(f"{name:20} worst row {worst_row:.2e} of {ROW_NORM:.0e}, worst element {worst_element:.2%} of {ELEMENT_OF_RMS:.0%}"
+          f"  {'ok' if not faults else 'FAILED'}")
+    for fault in faults[:10]:
+        print(f"  {fault}")
+    return not faults
+
+
+def run(tools, directory, ranks):
     data = Data(directory)
-    daemon = Daemon(moed, moectl, os.path.join(os.path.abspath(directory), "checkpoint"))
-    try:
-        daemon.wait_ready()
-        failed = 0
-        for layer in data.routed_layers():
-            for name, norm in ((f"routed{layer}_out_n1", True), (f"routed{layer}_latent_n1", False)):
-                row, element, faults = compare(daemon.call(data, layer, norm), data.array(name))
-                print(f"{name:20} worst row {row:.2e} of {ROW_NORM:.0e}, worst element {element:.2%} of {ELEMENT_OF_RMS:.0%}"
-                      f"  {'ok' if not faults else 'FAILED'}")
-                for fault in faults[:10]:
-                    print(f"  {fault}")
-                failed += bool(faults)
-        daemon.stop()
-    finally:
-        daemon.close()
+    worlds = data.worlds()
+    if ranks is not None and ranks not in worlds:
+        raise Failure(f"--ranks {ranks}: {directory}/manifest.json has results of {worlds}")
+    failed = 0
+    for n in worlds if ranks is None else [ranks]:
+        world = World(tools, os.path.join(os.path.abspath(directory), "checkpoint"), n)
+        try:
+            for layer in data.routed_layers():
+                for norm in (True, False):
+                    failed += not compare_array(world, data, layer, norm)
+            world.stop()
+        finally:
+            world.close()
     return 1 if failed else 0
 
 
@@ -219,6 +317,7 @@ def main():
     p.add_argument("--moed")
     p.add_argument("--moectl")
     p.add_argument("--data", required=True)
+    p.add_argument("--ranks", type=int)
     p.add_argument("--make", nargs=2, metavar=("SEED", "H/L/I/E/K"))
     a = p.parse_args()
     try:
@@ -227,7 +326,7 @@ def main():
         if not a.moed or not a.moectl:
             p.error("--moed and --moectl are needed to compare")
         self_check()
-        return run(a.moed, a.moectl, a.data)
+        return run(a, a.data, a.ranks)
     except (Failure, subprocess.SubprocessError) as failure:
         print(f"golden.py: {failure}", file=sys.stderr)
         return 1

@@ -37,7 +37,7 @@ inline std::string read_file(const std::string& path) {
   return text.str();
 }
 
-/// Starts `arguments` with stderr going to a file.
+/// Starts `arguments` with stderr going to a file. The child ends with the thread that calls this.
 inline pid_t spawn(const std::vector<std::string>& arguments, const std::string& log) {
   std::vector<char*> argv;
   for (const std::string& a : arguments) argv.push_back(const_cast<char*>(a.c_str()));
@@ -134,6 +134,15 @@ class Daemon {
     start();
     wait_ready();
   }
+
+  /// SIGSTOP, and until every thread stands still.
+  void freeze() {
+    signal(SIGSTOP);
+    int status = 0;
+    if (::waitpid(pid_, &status, WUNTRACED) != pid_ || !WIFSTOPPED(status))
+      throw std::runtime_error("it does not stop");
+  }
+  void thaw() const { signal(SIGCONT); }
 
   void kill() {
     signal(SIGKILL);

@@ -32,8 +32,8 @@ Report example() {
   r.calls[0] = 51234;
   r.p50_us = 41;
   r.p99_us = 88.04;
-  r.peers = {{1, "ready", 42.0, 1.31, 15871, 0, "", 0.25, 3, 1.5},
-             {2, "connecting", std::nullopt, 0, 0, 1, "loading", 0, std::nullopt, 0}};
+  r.peers = {{1, "ready", 42.0, 1.31, {0.01, 1, 0.2, 0.1}, 15871, 0, "", 0.25, 3, 1.5},
+             {2, "connecting", std::nullopt, 0, {}, 0, 1, "loading", 0, std::nullopt, 0}};
   r.heap = 4194304;
   return r;
 }
@@ -46,9 +46,11 @@ TEST(Report, TheExample) {
       R"("http":"127.0.0.1:9400","limits":{"lanes":2},)"
       R"("lanes":[{"lane":1,"name":"engine-a","pid":4711,"calls":51234,"dry":false}],)"
       R"("calls":{"ok":51234},"call_us":{"p50":41.0,"p99":88.0},)"
-      R"("peers":[{"rank":1,"link":"ready","heartbeat_ms":42.0,"wait_s":1.31,"last":15871,"losses":0,"busy":"",)"
+      R"("peers":[{"rank":1,"link":"ready","heartbeat_ms":42.0,"wait_s":1.31,)"
+      R"("wait_by":{"queue":0.01,"experts":1.0,"send":0.2,"wire":0.1},"last":15871,"losses":0,"busy":"",)"
       R"("loop_ms":0.25,"waits_for":3,"waits_ms":1.5},)"
-      R"({"rank":2,"link":"connecting","heartbeat_ms":null,"wait_s":0.0,"last":0,"losses":1,"busy":"loading",)"
+      R"({"rank":2,"link":"connecting","heartbeat_ms":null,"wait_s":0.0,)"
+      R"("wait_by":{"queue":0.0,"experts":0.0,"send":0.0,"wire":0.0},"last":0,"losses":1,"busy":"loading",)"
       R"("loop_ms":0.0,"waits_for":null,"waits_ms":0.0}],)"
       R"("memory":{"heap":4194304,"weights":0}})");
 }
@@ -119,7 +121,8 @@ TEST(Report, NumbersThatAreNone) {
 TEST(Report, TheLargestRealWorldFits) {
   Report r = example();
   r.lanes.assign(64, {63, std::string(32, '\\'), INT32_MAX, UINT64_MAX, true});
-  r.peers.assign(127, {126, "connecting", 1e9, 1e9, UINT64_MAX, UINT64_MAX, "mapping", 1e9, 126, 1e9});
+  r.peers.assign(127,
+                 {126, "connecting", 1e9, 1e9, {1e9, 1e9, 1e9, 1e9}, UINT64_MAX, UINT64_MAX, "mapping", 1e9, 126, 1e9});
   r.missing.assign(128, "link 126: connecting");
   r.calls.fill(UINT64_MAX);
   const std::string text = to_json(r);
@@ -133,10 +136,10 @@ TEST(Report, TheLargestRealWorldFits) {
 TEST(Report, WhatIsTooLargeIsTruncatedAndSaysSo) {
   Report lanes = example(), peers = example(), all = example();
   lanes.lanes.assign(5000, {1, "engine", 1, 1, false});
-  peers.peers.assign(5000, {1, "ready", 1.0, 1, 1, 1, "mapping", 1e9, 126, 1e9});
+  peers.peers.assign(5000, {1, "ready", 1.0, 1, {}, 1, 1, "mapping", 1e9, 126, 1e9});
   all.missing.assign(3000, std::string(300, '"'));
   all.lanes.assign(3000, {1, std::string(300, '\x01'), 1, 1, false});
-  all.peers.assign(3000, {1, std::string(300, '\xff'), 1.0, 1, 1, 1, "mapping", 1e9, 126, 1e9});
+  all.peers.assign(3000, {1, std::string(300, '\xff'), 1.0, 1, {}, 1, 1, "mapping", 1e9, 126, 1e9});
   all.backend = all.transport = all.sharing = all.version = all.socket = all.http = std::string(100'000, '\x02');
   for (const Report& r : {lanes, peers, all}) {
     const std::string text = to_json(r);
