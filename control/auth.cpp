@@ -22,11 +22,6 @@ constexpr size_t kMinKeyBytes = 32;
 constexpr size_t kMaxKeyBytes = 64 * 1024;
 constexpr const char* kNoKeyId = "none";
 
-template <class T>
-std::span<const uint8_t> bytes_of(const T& value) {
-  return {reinterpret_cast<const uint8_t*>(&value), sizeof value};
-}
-
 std::span<const uint8_t> bytes_of(const char* text) {
   return {reinterpret_cast<const uint8_t*>(text), std::strlen(text)};
 }

@@ -11,6 +11,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <span>
 #include <type_traits>
 
 #include "daemon/abi/shape.h"
@@ -45,10 +47,24 @@ struct Proof {
   uint8_t hmac[32] = {};          ///< over label, dialler's Hello, listener's Hello, the rest of this struct
   uint32_t greatest_session = 0;  ///< seen with this peer, 0: none
   uint16_t address_bytes = 0;
-  uint16_t pad = 0;
+  uint16_t refused = 0;                  ///< 1: the sender makes no link; address is a sentence that says why
   uint8_t address[kMaxUcxAddress] = {};  ///< of the UCX worker
 };
 static_assert(sizeof(Proof) == 1064 && std::is_trivially_copyable_v<Proof>);
+
+template <class T>
+std::span<const uint8_t> bytes_of(const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return {reinterpret_cast<const uint8_t*>(&value), sizeof value};
+}
+
+/// Copies a struct out of bytes; false: they are not as many as it has.
+template <class T>
+bool take(std::span<const uint8_t> from, T& to) {
+  if (from.size() != sizeof to) return false;
+  std::memcpy(&to, from.data(), sizeof to);
+  return true;
+}
 
 enum class MessageId : uint32_t { segment = 1, mapped = 2, ready = 3, heartbeat = 4, leaving = 5, nccl = 6, round = 7 };
 

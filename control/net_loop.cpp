@@ -25,19 +25,6 @@ namespace asio = boost::asio;
 
 constexpr Nanos kStall = 10'000'000;
 
-template <class T>
-std::span<const uint8_t> bytes_of(const T& value) {
-  return {reinterpret_cast<const uint8_t*>(&value), sizeof value};
-}
-
-/// A body of exactly T; false: of another size.
-template <class T>
-bool take(std::span<const uint8_t> from, T& to) {
-  if (from.size() != sizeof to) return false;
-  std::memcpy(&to, from.data(), sizeof to);
-  return true;
-}
-
 size_t heartbeat_bytes(uint32_t ranks) { return offsetof(HeartbeatBody, wait_us) + ranks * sizeof(uint32_t); }
 
 }  // namespace
@@ -261,6 +248,7 @@ class NetLoop::Impl {
   /// Whoever has our address can send: nothing is believed before the MAC holds.
   void heard(std::span<const uint8_t> header_bytes, std::span<const uint8_t> body) {
     MessageHeader header;
+    if (!rendezvous_) return;  // we are stopping
     if (!take(header_bytes, header) || header.rank >= links_.size() || links_[header.rank].life == 0 ||
         !verify(links_[header.rank].session, header, body) ||
         !world_.heard(header.rank, header.incarnation, header.counter, now_ns()))
@@ -291,11 +279,16 @@ class NetLoop::Impl {
       default:
         sound = false;
     }
-    if (!sound)
-      return lose(rank, Loss::error,
-                  "a message that makes no sense (id " + std::to_string(static_cast<uint32_t>(header.id)) + ", " +
-                      std::to_string(body.size()) + " bytes)");
+    if (!sound) give_up(life(rank), header.id, body.size());
     show(rank);
+  }
+
+  /// Later, because nothing may be closed inside a callback of UCX.
+  void give_up(LinkLife life, MessageId id, size_t bytes) {
+    post([this, life, id, bytes] {
+      lose(life, "a message that makes no sense (id " + std::to_string(static_cast<uint32_t>(id)) + ", " +
+                     std::to_string(bytes) + " bytes)");
+    });
   }
 
   bool beat(uint32_t rank, std::span<const uint8_t> body) {

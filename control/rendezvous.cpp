@@ -8,7 +8,6 @@
 #include <boost/asio/connect.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
-#include <boost/asio/ip/v6_only.hpp>
 #include <boost/asio/read.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/asio/write.hpp>
@@ -17,6 +16,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "control/tcp.h"
 #include "control/world.h"
 #include "daemon/abi/text.h"
 
@@ -29,19 +29,6 @@ using std::chrono::milliseconds;
 
 constexpr char kHere = '+';
 constexpr const char* kBrokeOff = "a handshake that broke off";
-
-struct HostPort {
-  std::string host, port;
-};
-
-/// "host:port" or "[v6]:port", as the configuration has checked it.
-HostPort split(const std::string& text) {
-  const size_t colon = text.rfind(':');
-  if (colon == std::string::npos) throw std::runtime_error("'" + text + "' is not host:port");
-  std::string host = text.substr(0, colon);
-  if (host.size() >= 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  return {host, text.substr(colon + 1)};
-}
 
 }  // namespace
 
@@ -65,10 +52,15 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
   using ConnectionPtr = std::shared_ptr<Connection>;
 
   Impl(asio::io_context& io, RendezvousOptions options, RendezvousHandlers handlers, KeyRing& keys)
-      : io_(io), options_(std::move(options)), handlers_(std::move(handlers)), keys_(keys), acceptor_(io), pause_(io) {
+      : io_(io),
+        options_(std::move(options)),
+        handlers_(std::move(handlers)),
+        keys_(keys),
+        acceptor_(listen_on(io, options_.listen)),
+        port_(acceptor_.local_endpoint().port()),
+        pause_(io) {
     for (uint32_t r = 0; r < options_.peers.size(); ++r) slots_.push_back(std::make_unique<Slot>(io));
     for (const std::string& peer : options_.peers) split(peer);  // what is no address is refused now, not at a dial
-    listen();
   }
 
   void start() {
@@ -117,33 +109,6 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     ConnectionPtr chosen;  ///< the connection on which the lower rank has sent its Proof, or that is kept
   };
 
-  void listen() {
-    const HostPort at = split(options_.listen);
-    boost::system::error_code error;
-    tcp::endpoint endpoint(tcp::v6(), 0);
-    if (at.host.empty()) {
-      endpoint = {tcp::v6(), static_cast<uint16_t>(std::stoul(at.port))};
-    } else {
-      const auto found = tcp::resolver(io_).resolve(at.host, at.port, tcp::resolver::passive, error);
-      if (error || found.empty())
-        throw std::runtime_error("cannot resolve " + options_.listen + ": " + error.message());
-      endpoint = *found.begin();
-    }
-    acceptor_.open(endpoint.protocol(), error);
-    if (error && at.host.empty()) {  // a host without IPv6
-      endpoint = {tcp::v4(), endpoint.port()};
-      acceptor_.open(endpoint.protocol(), error);
-    } else if (at.host.empty()) {
-      acceptor_.set_option(asio::ip::v6_only(false), error);
-    }
-    if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
-    if (!error) acceptor_.bind(endpoint, error);
-    if (!error) acceptor_.listen(asio::socket_base::max_listen_connections, error);
-    if (error)
-      throw std::runtime_error("cannot listen on " + options_.listen + " (control.listen): " + error.message());
-    port_ = acceptor_.local_endpoint().port();
-  }
-
   void accept() {
     auto c = std::make_shared<Connection>(io_, Side::listener);
     acceptor_.async_accept(c->socket, [self = shared_from_this(), c](boost::system::error_code error) {
@@ -155,15 +120,24 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
         });
         return;
       }
-      if (self->connections_.size() >= self->options_.connections + self->slots_.size()) {
-        self->handlers_.refused("a connection beyond " + std::to_string(self->options_.connections) +
-                                " handshakes at once");
-      } else {
-        self->begin(c);
-        self->read_hello(c);
-      }
+      self->make_room();
+      self->begin(c);
+      self->read_hello(c);
       self->accept();
     });
+  }
+
+  /// Beyond the limit the oldest handshake goes: a peer's takes milliseconds, a stranger may take its time.
+  void make_room() {
+    ConnectionPtr oldest;
+    size_t under_way = 0;
+    for (const ConnectionPtr& c : connections_) {
+      if (c->side != Side::listener || c->kept) continue;
+      ++under_way;
+      if (!oldest || c->limit.expiry() < oldest->limit.expiry()) oldest = c;
+    }
+    if (under_way >= options_.connections)
+      refuse(oldest, "more than " + std::to_string(options_.connections) + " handshakes at once");
   }
 
   /// Dials at once; later attempts follow from retry().
@@ -266,12 +240,6 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     write(c, c->ours, [self = shared_from_this(), c] { self->read_proof(c); });
   }
 
-  static std::string printable(std::string text) {
-    std::replace_if(
-        text.begin(), text.end(), [](char ch) { return ch < 0x20 || ch > 0x7e; }, '?');
-    return text;
-  }
-
   /// The lower rank's Proof is its choice of this connection.
   void send_proof(const ConnectionPtr& c) {
     const uint32_t rank = c->rank;
@@ -314,15 +282,31 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
     if (c->theirs.rank != c->rank)
       return refuse(
           c, "peer " + std::to_string(c->theirs.rank) + " answers at the address of rank " + std::to_string(c->rank));
+    if (c->their_proof.refused != 0)
+      return refuse(
+          c, "peer " + std::to_string(c->rank) + " refuses: " +
+                 printable({reinterpret_cast<const char*>(c->their_proof.address), c->their_proof.address_bytes}));
     // The same life of the same peer on a second connection: both ends dialled, and one of the two is enough.
     const ConnectionPtr& chosen = slots_[c->rank]->chosen;
     if (!different && chosen && chosen != c && chosen->theirs.incarnation == c->theirs.incarnation) return drop(c);
     if (c->side == Side::dialler) return agree(c);
     // A listener lets the dialler know who it is even if they differ, so that both can name both values.
     if (!different) {
-      if (const auto no = handlers_.refuse(c->rank)) return refuse(c, *no);
+      if (const auto no = handlers_.refuse(c->rank)) return turn_away(c, *no);
     }
     send_proof(c);
+  }
+
+  /// Tells a proven dialler why there is no link, so that its log says so, too.
+  void turn_away(const ConnectionPtr& c, const std::string& why) {
+    handlers_.refused(why);
+    Proof& p = c->our_proof;
+    p.refused = 1;
+    p.address_bytes = static_cast<uint16_t>(std::min<size_t>(why.size(), sizeof p.address));
+    std::copy_n(why.begin(), p.address_bytes, p.address);
+    const Hmac hmac = prove(c->key, c->side, c->dialler(), c->listener(), p);
+    std::copy(hmac.begin(), hmac.end(), p.hmac);
+    write(c, p, [self = shared_from_this(), c] { self->drop(c); });
   }
 
   /// Both proofs hold and are exchanged.
@@ -399,10 +383,10 @@ class Rendezvous::Impl : public std::enable_shared_from_this<Impl> {
   RendezvousHandlers handlers_;
   KeyRing& keys_;
   tcp::acceptor acceptor_;
+  const uint16_t port_;
   asio::steady_timer pause_;
   std::vector<std::unique_ptr<Slot>> slots_;
   std::set<ConnectionPtr> connections_;
-  uint16_t port_ = 0;
   bool stopped_ = false, leaving_ = false;
 };
 

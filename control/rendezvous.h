@@ -26,7 +26,7 @@ struct RendezvousOptions {
   std::vector<uint8_t> ucx_address;
   uint32_t handshake_ms = 5000;  ///< from accept or connect to the end of the handshake
   uint32_t backoff_least_ms = 50, backoff_most_ms = 1000;
-  uint32_t connections = 256;  ///< handshakes at once; further ones are closed
+  uint32_t connections = 256;  ///< handshakes of strangers at once; beyond, the oldest is closed
 };
 
 /// A peer that has proven who it is.

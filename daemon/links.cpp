@@ -96,13 +96,7 @@ control::NetHandlers Links::net_handlers() {
   h.lost = [this, post](LinkLife life, control::Loss why, const std::string& text, bool was_up) {
     post([this, life, why, text, was_up] { lost(life, why, text, was_up); });
   };
-  h.refused = [this](const std::string& why) {
-    metrics_.refused(Refused::handshake);
-    const Nanos now = now_ns();
-    std::erase_if(refused_, [now](const auto& said) { return now > said.second + kSayAgain; });
-    if (refused_.size() < kMostRefusals && refused_.try_emplace(why, now).second)
-      log_warn("handshake refused", {{"reason", why}});
-  };
+  h.refused = [this, post](const std::string& why) { post([this, why] { refused(why); }); };
   h.dropped = [this] { metrics_.refused(Refused::message); };
   h.beat = [this] { return beat(); };
   h.tick = [this](Nanos now) { metrics_.tick(LoopId::net, now); };
@@ -124,6 +118,16 @@ void Links::start(Backend& backend, std::function<void()> changed) {
   backend_ = &backend;
   changed_ = std::move(changed);
   show_busy();
+}
+
+/// A sentence that repeats is said once a minute; one that the log held back is said when it comes again.
+void Links::refused(const std::string& why) {
+  metrics_.refused(Refused::handshake);
+  const Nanos now = now_ns();
+  std::erase_if(refused_, [now](const auto& said) { return now > said.second + kSayAgain; });
+  if (refused_.size() < kMostRefusals && !refused_.contains(why) &&
+      log_line(LogLevel::warn, "handshake refused", {{"reason", why}}))
+    refused_[why] = now;
 }
 
 /// The peer has proven who it is: it gets a segment of its own, new and zeroed.

@@ -68,6 +68,7 @@ class Links {
   control::NetOptions net_options(const Model& model) const;
   control::NetHandlers net_handlers();
   control::HeartbeatBody beat() const;
+  void refused(const std::string& why);
   bool lives(control::LinkLife life) const { return links_[life.rank].life == life; }
   void open(control::LinkLife life);
   Token offer(control::LinkLife life, Fd fd);

@@ -134,8 +134,8 @@ void set_level(LogLevel level) noexcept { threshold.store(level, std::memory_ord
 
 bool log_enabled(LogLevel level) noexcept { return level >= threshold.load(std::memory_order_relaxed); }
 
-void log_line(LogLevel level, std::string_view message, std::initializer_list<Field> fields) noexcept {
-  if (!log_enabled(level)) return;
+bool log_line(LogLevel level, std::string_view message, std::initializer_list<Field> fields) noexcept {
+  if (!log_enabled(level)) return false;
   try {
     Log& log = the_log();
     std::optional<uint64_t> suppressed;
@@ -143,11 +143,13 @@ void log_line(LogLevel level, std::string_view message, std::initializer_list<Fi
       const std::lock_guard lock(log.mutex);
       suppressed = log.limit.admit(message, steady_ns());
     }
-    if (!suppressed) return;
+    if (!suppressed) return false;
     std::string line = format_line(level, message, fields);
     if (*suppressed != 0) Field("suppressed", *suppressed).append_to(line);
     log.logger.log(spdlog::level::info, "{}", line);
+    return true;
   } catch (...) {  // out of memory: a lost line is better than a lost daemon
+    return false;
   }
 }
 

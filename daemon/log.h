@@ -55,7 +55,8 @@ void set_level(LogLevel level) noexcept;
 bool log_enabled(LogLevel level) noexcept;
 
 /// Logs one line. The same message text comes at most five times a second; the first line after that says suppressed=N.
-void log_line(LogLevel level, std::string_view message, std::initializer_list<Field> fields = {}) noexcept;
+/// False: it was held back, or its level is off.
+bool log_line(LogLevel level, std::string_view message, std::initializer_list<Field> fields = {}) noexcept;
 
 inline void log_debug(std::string_view message, std::initializer_list<Field> fields = {}) noexcept {
   log_line(LogLevel::debug, message, fields);

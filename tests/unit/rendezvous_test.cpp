@@ -246,8 +246,34 @@ TEST_F(Strangers, ASecondHolderOfARankIsRefusedWhileTheFirstLives) {
   });
   EXPECT_TRUE(run_until(io_, [&] { return !a_.refused.empty(); }));
   EXPECT_NE(a_.refused[0].find("rank 1 is linked already"), std::string::npos) << a_.refused[0];
+  ASSERT_TRUE(run_until(io_, [&] { return !second.refused.empty(); })) << "the second is not told";
+  EXPECT_EQ(second.refused[0], "peer 0 refuses: rank 1 is linked already");
   EXPECT_TRUE(second.linked.empty());
   expect_undisturbed();
+}
+
+/// 256 silent connections hold no place for ever: who comes after them is served at once.
+TEST(Rendezvous, ManySilentConnectionsKeepNobodyOut) {
+  boost::asio::io_context io;
+  KeyRing keys("");
+  const auto peers = free_peers(io, 2);
+  const auto patient = [](RendezvousOptions& o) { o.handshake_ms = 60'000; };
+  Node a(io, peers, 0, keys, patient);
+  std::vector<tcp::socket> silent;
+  const tcp::endpoint at(boost::asio::ip::address_v4::loopback(), a.rendezvous->port());
+  for (int i = 0; i < 300; ++i) {
+    silent.emplace_back(io);
+    silent.back().connect(at);
+    io.run_for(1ms);
+  }
+  // It dials; a's own dials are refused for want of a listener.
+  Node b(io, peers, 1, keys, [&](RendezvousOptions& o) {
+    patient(o);
+    o.listen = "127.0.0.1:0";
+  });
+  EXPECT_TRUE(run_until(io, [&] { return a.linked.contains(1) && b.linked.contains(0); }));
+  ASSERT_FALSE(a.refused.empty());
+  EXPECT_EQ(a.refused[0], "more than 256 handshakes at once");
 }
 
 TEST(Rendezvous, ATakenAddressIsNamed) {
