@@ -1,46 +1,15 @@
 // A world of real daemons in one run directory, on ports of their own.
 #pragma once
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include <functional>
 #include <memory>
-#include <random>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "daemon/abi/fd.h"
+#include "tests/support/ports.h"
 #include "tests/support/process.h"
 
 namespace moed::test {
-
-inline Fd listen_on(uint16_t port) {
-  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) return {};
-  return fd;
-}
-
-/// Ports that nobody has, below those that the system gives out by itself: a daemon that restarts finds its own again.
-inline std::vector<uint16_t> free_ports(uint32_t count) {
-  std::mt19937 random(std::random_device{}());
-  std::vector<uint16_t> ports;
-  std::vector<Fd> held;
-  for (int tries = 0; ports.size() < count && tries < 20'000; ++tries) {
-    const auto port = static_cast<uint16_t>(10'000 + random() % 20'000);
-    Fd fd = listen_on(port);
-    if (!fd) continue;
-    held.push_back(std::move(fd));
-    ports.push_back(port);
-  }
-  if (ports.size() < count) throw std::runtime_error("no free ports");
-  return ports;
-}
 
 inline std::string peers_of(const std::vector<uint16_t>& ports) {
   std::string list;

@@ -130,6 +130,103 @@ TEST(World, SessionsEnd) {
   EXPECT_NE(refusal->find("1048575"), std::string::npos) << *refusal;
 }
 
+/// Brings the link with `rank` up.
+void bring_up(World& w, uint32_t rank, Nanos now) {
+  ASSERT_FALSE(w.proven(rank, 70 + rank, 0, now).has_value());
+  w.we_mapped(rank);
+  w.they_mapped(rank);
+  w.we_are_ready(rank);
+  ASSERT_TRUE(w.they_are_ready(rank, w.peer(rank).session));
+}
+
+TEST(World, AFarewellEndsNewWorkAndItsLossIsNoError) {
+  World w(0, 3, kLostAfter);
+  bring_up(w, 1, 1);
+  bring_up(w, 2, 1);
+  EXPECT_TRUE(w.ready());
+  EXPECT_TRUE(w.they_leave(1));
+  EXPECT_EQ(w.peer(1).state, State::mapped);  // what runs may end
+  EXPECT_TRUE(w.peer(1).leaving);
+  EXPECT_EQ(w.missing(), std::vector<std::string>{"link 1: leaving"});
+  EXPECT_FALSE(w.they_leave(1));    // said twice
+  EXPECT_FALSE(w.we_are_ready(1));  // nothing late makes it ready again
+  EXPECT_FALSE(w.they_are_ready(1, 1));
+  EXPECT_EQ(w.peer(1).state, State::mapped);
+  EXPECT_TRUE(w.lose(1, Loss::error));
+  EXPECT_EQ(w.peer(1).losses[static_cast<size_t>(Loss::error)], 0U);
+  EXPECT_EQ(w.peer(1).losses[static_cast<size_t>(Loss::leaving)], 1U);
+  EXPECT_EQ(w.missing(), std::vector<std::string>{"link 1: lost"});
+  bring_up(w, 1, 2);  // and its successor has said nothing of the kind
+  EXPECT_FALSE(w.peer(1).leaving);
+  EXPECT_TRUE(w.ready());
+  EXPECT_TRUE(w.lose(1, Loss::error));
+  EXPECT_EQ(w.peer(1).losses[static_cast<size_t>(Loss::error)], 1U);
+  EXPECT_EQ(w.peer(2).state, State::ready);
+}
+
+TEST(World, AFarewellBeforeALinkIsUpKeepsItFromComingUp) {
+  World w(0, 2, kLostAfter);
+  EXPECT_FALSE(w.they_leave(1));  // nobody proven yet
+  EXPECT_FALSE(w.they_leave(0));  // our own rank
+  EXPECT_FALSE(w.peer(1).leaving || w.peer(0).leaving);
+  EXPECT_EQ(w.peer(0).state, State::ready);
+  EXPECT_FALSE(w.proven(1, 77, 0, 1).has_value());
+  EXPECT_FALSE(w.they_leave(1));  // it was not ready
+  EXPECT_EQ(w.missing(), std::vector<std::string>{"link 1: leaving"});
+  w.we_mapped(1);
+  w.they_mapped(1);
+  w.we_are_ready(1);
+  EXPECT_FALSE(w.they_are_ready(1, 1));
+  EXPECT_FALSE(w.ready());
+}
+
+TEST(World, WhoWasAwayBlamesNobodyForTheSilence) {
+  World w(0, 4, kLostAfter);
+  EXPECT_FALSE(w.proven(1, 77, 0, 100).has_value());
+  EXPECT_FALSE(w.proven(2, 78, 0, 100).has_value());
+  const Nanos back = 100 + 5 * kLostAfter;
+  EXPECT_EQ(w.silent(back), (std::vector<uint32_t>{1, 2}));
+  w.was_away(back);
+  EXPECT_TRUE(w.silent(back + kLostAfter).empty());
+  EXPECT_TRUE(w.heard(2, 78, 1, back + 10));
+  w.was_away(back);  // a time that is past sets nobody back
+  EXPECT_EQ(w.silent(back + kLostAfter + 1), std::vector<uint32_t>{1});
+  EXPECT_EQ(w.silent(back + kLostAfter + 11), (std::vector<uint32_t>{1, 2}));  // and rank 3 was never there
+}
+
+TEST(World, WhyALinkIsNotReadyIsTheMostThatIsKnown) {
+  const struct {
+    State state;
+    bool leaving;
+    Busy busy;
+    const char* text;
+  } cases[] = {
+      {State::ready, false, Busy::no, ""},
+      {State::ready, false, Busy::draining, ""},
+      {State::connecting, false, Busy::no, "connecting"},
+      {State::connecting, false, Busy::loading, "loading"},
+      {State::connecting, false, Busy::mapping, "mapping"},
+      {State::mapped, false, Busy::no, "mapped"},
+      {State::mapped, false, Busy::draining, "draining"},
+      {State::mapped, true, Busy::draining, "leaving"},
+      {State::connecting, true, Busy::no, "leaving"},
+      {State::lost, false, Busy::no, "lost"},
+      {State::lost, false, Busy::loading, "lost"},  // of the life that is over
+  };
+  for (const auto& c : cases)
+    EXPECT_EQ(why_not_ready(c.state, c.leaving, c.busy), c.text) << name(c.state) << ' ' << name(c.busy);
+  World w(0, 3, kLostAfter);
+  HeartbeatBody beat;
+  beat.busy = Busy::loading;
+  w.beat(1, beat);  // of nobody
+  EXPECT_EQ(w.missing(), (std::vector<std::string>{"link 1: connecting", "link 2: connecting"}));
+  EXPECT_FALSE(w.proven(1, 77, 0, 1).has_value());
+  w.beat(1, beat);
+  EXPECT_EQ(w.missing(), (std::vector<std::string>{"link 1: loading", "link 2: connecting"}));
+  EXPECT_TRUE(w.lose(1, Loss::error));
+  EXPECT_EQ(w.missing(), (std::vector<std::string>{"link 1: connecting", "link 2: connecting"}));
+}
+
 Hello good_hello(uint32_t rank) {
   Hello h;
   h.protocol = h.numerics = 1;
