@@ -53,6 +53,7 @@ struct DispatchArgs {
   const int32_t* ids;               ///< [tokens, K], checked
   const float* weights;             ///< [tokens, K]
   std::span<const Destination> to;  ///< by rank
+  uint32_t first = 0;               ///< rank whose call line is stored first; the others follow in turn
 };
 
 /// Sum of the partials in rank order, one rounding to BF16, then RMSNorm where norm is set.

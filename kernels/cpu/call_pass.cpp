@@ -64,7 +64,8 @@ void dispatch(const DispatchArgs& a) {
       sent.add(r);
     }
   }
-  for (uint32_t r = 0; r < a.ranks; ++r) {
+  for (uint32_t i = 0; i < a.ranks; ++i) {
+    const uint32_t r = (a.first + i) % a.ranks;
     if (!sent.has(r)) continue;
     line[r].layer = a.layer;
     line[r].tokens = static_cast<uint16_t>(a.tokens);
@@ -229,6 +230,8 @@ void CallPass::start_piece(Nanos started) {
       out_.add(r);
     }
   }
+  // Every call begins with another rank: whoever hears last would often be last, too.
+  const auto first = static_cast<uint32_t>(count_ % o.ranks);
   const bool wire = (c.flags & kFlagWire) != 0;
   const uint64_t x_row = uint64_t{o.shape.latent} * (wire ? 1 : 2);
   const std::byte* scales = wire ? arena_ + c.scales + uint64_t{done_} * (o.shape.latent / kBlock) : nullptr;
@@ -243,9 +246,12 @@ void CallPass::start_piece(Nanos started) {
             .scales = scales,
             .ids = piece_ids(),
             .weights = weights_.data() + uint64_t{done_} * o.shape.top_k,
-            .to = to_});
-  for (uint32_t r = 0; r < o.ranks; ++r)
+            .to = to_,
+            .first = first});
+  for (uint32_t i = 0; i < o.ranks; ++i) {
+    const uint32_t r = (first + i) % o.ranks;
     if (waiting_.has(r) && r != o.rank && (*links_)[r].doorbell) ring(*(*links_)[r].doorbell);
+  }
   waited_from_ = now_ns();
   record_.phase_ns[0] += waited_from_ - started;
   state_ = State::waiting;
