@@ -18,8 +18,17 @@ using test::Question;
 using test::QuestionModel;
 
 constexpr uint32_t kRanks = 4, kSlow = 2;
-constexpr uint32_t kCalls = 200, kCallsAfter = 1000;
-constexpr int kDrillMs = 10'000, kAfterMs = 2'000;
+constexpr uint32_t kCallsAfter = 1000;
+constexpr int kAfterMs = 2'000;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr uint32_t kDelayUs = 20'000;  // a sanitizer's pace is ten times slower, and with it what nobody delays
+constexpr uint32_t kCalls = 100;
+constexpr int kDrillMs = 25'000;
+#else
+constexpr uint32_t kDelayUs = 2'000;
+constexpr uint32_t kCalls = 200;
+constexpr int kDrillMs = 10'000;
+#endif
 
 struct Seen {
   double last;     ///< calls in which the slow rank came last
@@ -58,7 +67,9 @@ std::pair<double, std::string> measure(const Daemons& world, uint32_t rank, cons
 
 void drill(const std::string& key, const std::string& cause) {
   const Daemons world(kRanks, QuestionModel::sets(), [&](uint32_t rank) {
-    return rank == kSlow ? Daemons::Sets{key + "=2000", "debug.for_ms=" + std::to_string(kDrillMs)} : Daemons::Sets{};
+    return rank == kSlow
+               ? Daemons::Sets{key + "=" + std::to_string(kDelayUs), "debug.for_ms=" + std::to_string(kDrillMs)}
+               : Daemons::Sets{};
   });
   const Nanos start = now_ns();
   const Question q = test::question(1, 5, kRanks, 1, [](uint32_t) { return true; });
