@@ -102,7 +102,6 @@ class NetLoop::Impl {
   void keys(KeyRing keys) { keys_ = std::move(keys); }
 
   void leave() {
-    leaving_ = true;
     rendezvous_->leave();
     for (uint32_t r = 0; r < links_.size(); ++r)
       if (links_[r].open) say(r, MessageId::leaving, {});
@@ -361,7 +360,6 @@ class NetLoop::Impl {
   asio::steady_timer timer_;
   std::unique_ptr<UcxWorker> ucx_;
   std::unique_ptr<Rendezvous> rendezvous_;
-  bool leaving_ = false;
   std::thread thread_;  // last: it uses what is above
 };
 
