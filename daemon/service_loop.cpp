@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "daemon/abi/validate.h"
+#include "daemon/log.h"
+#include "kernels/lines.h"
 
 namespace moed {
 namespace {
@@ -17,6 +19,11 @@ uint64_t call_bytes(const Call& c, const Shape& s) {
   const uint64_t x = (c.flags & kFlagWire) != 0 ? width + width / kBlock : width * 2;
   const uint64_t slot = ((c.flags & kFlagIds64) != 0 ? 8 : 4) + ((c.flags & kFlagWeights16) != 0 ? 2 : 4);
   return c.tokens * (x + width * 2 + s.top_k * slot);
+}
+
+/// SESSION.COUNT
+std::string sequence_text(uint64_t sequence) {
+  return std::to_string(sequence >> kSessionShift) + "." + std::to_string(sequence & kCountMask);
 }
 
 }  // namespace
@@ -78,7 +85,20 @@ bool ServiceLoop::work(Nanos now) {
     metrics_.pass_ended(served_);
     worked = true;
   }
+  for (WaitFault fault; backend_.fault(fault);) tell(fault);
   return worked;
+}
+
+/// A wait on the GPU that ended in vain: who, for what, and what was there.
+void ServiceLoop::tell(const WaitFault& f) {
+  constexpr const char* kNames[] = {"return line", "row", "partial"};
+  log_warn("waited in vain", {{"for", kNames[static_cast<uint32_t>(f.what)]},
+                              {"peer", f.rank},
+                              {"lane", f.lane},
+                              {"token", f.token},
+                              {"awaited", sequence_text(f.awaited)},
+                              {"seen", sequence_text(f.seen)},
+                              {"waited_us", f.waited_ns / 1000}});
 }
 
 /// One lane: a bell that has rung begins a call, a running call is polled.

@@ -64,6 +64,7 @@ class ServiceLoop {
   void take(uint32_t number, Lane& lane, uint64_t bell, Nanos now);
   void finish(Lane& lane, const CallRecord& record);
   void let_go(Lane& lane);
+  static void tell(const WaitFault& fault);
   void wake_up();
 
   Backend& backend_;

@@ -6,8 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "daemon/abi/call.h"
 #include "daemon/abi/fd.h"
@@ -61,6 +64,16 @@ struct BackendOptions {
   Drills drills{};
   uint64_t incarnation = 1;
   bool in_process = false;  ///< give and take HandleKind::address
+  // CUDA alone:
+  std::string device = "0";  ///< ordinal or UUID of the GPU
+  uint64_t arena_bytes = 0;  ///< the most that an attach may ask for: room for all lanes' is looked for at start
+  bool park = true;  ///< idle lanes wait by stream memory operations; off under tools that run one launch at a time
+  std::optional<HandleKind> handles;  ///< nothing: the best kind that this machine can really export and import
+};
+
+/// A GPU that is missing, unusable or lost: one sentence with its remedy.
+struct GpuError : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 /// One call to begin. refuse: a status (draining) that ends the call at once with zeros; ok: run it.
@@ -71,6 +84,17 @@ struct Begin {
   Nanos seen = 0;      ///< when the bell was seen; times and the deadline count from here
   Nanos deadline = 0;  ///< absolute
   Status refuse = Status::ok;
+};
+
+/// A wait that ended in vain: who waited, for whom, for what, and what was there instead.
+enum class Awaited : uint32_t { return_line = 0, row = 1, partial = 2 };
+struct WaitFault {
+  Awaited what = Awaited::return_line;
+  uint32_t rank = 0;  ///< whose line did not come
+  uint32_t lane = 0;  ///< of the source
+  uint32_t token = 0;
+  uint64_t awaited = 0, seen = 0;  ///< sequences
+  uint64_t waited_ns = 0;
 };
 
 class Backend {
@@ -108,6 +132,13 @@ class Backend {
   virtual void sleep(std::span<const FutexWord> words, Nanos until) = 0;
   /// Wakes sleep() from another thread.
   virtual void wake() = 0;
+  /// The next fault that was not handed out yet. A back end whose waits are looked at by the service loop itself has
+  /// none: what its calls waited for is in their records.
+  virtual bool fault(WaitFault& /*out*/) { return false; }
+  /// Whether a serve pass runs or a call waits to be taken by one. From any thread.
+  virtual bool serving() = 0;
+  /// Kinds of handles that this back end gives and takes: bit 1 << HandleKind.
+  virtual uint32_t handle_kinds() = 0;
   /// Sticky: anything but ok means that this process has to end.
   virtual Status health() = 0;
   /// One sentence for the status returned last to this thread's caller.
@@ -124,5 +155,21 @@ std::unique_ptr<Backend> make_cpu_backend(BackendOptions options);
 
 /// What a back end of these options will take before it is ready, without making it.
 Backend::Memory planned_memory(const BackendOptions& options);
+
+// The CUDA back end, in builds that have it (MOED_HAS_CUDA): the same passes in GPU memory.
+
+/// Throws GpuError when there is no GPU that it can use, std::invalid_argument for a shape without a kernel and
+/// std::system_error when the GPU's memory does not suffice.
+std::unique_ptr<Backend> make_cuda_backend(BackendOptions options);
+Backend::Memory planned_cuda_memory(const BackendOptions& options);
+/// What this machine lacks for these options: sentences with a remedy; empty: nothing.
+std::vector<std::string> gpu_missing(const BackendOptions& options);
+/// Sets the environment that the driver reads when it starts. A process with threads calls it before it has them; the
+/// other functions call it, too, and then find it done.
+void prepare_cuda();
+/// GPUs that this process can use; 0 without a driver.
+int gpu_count();
+/// Version of the CUDA toolkit that the kernels were built with, such as 13.0.
+std::string cuda_version();
 
 }  // namespace moed

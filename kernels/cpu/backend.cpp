@@ -235,6 +235,8 @@ class CpuBackend final : public Backend {
   }
 
   void wake() override { ring(*common_.doorbell); }
+  bool serving() override { return serve_->busy(); }
+  uint32_t handle_kinds() override { return 1U << static_cast<uint32_t>(HandleKind::memfd); }
   Status health() override { return Status::ok; }
 
   std::string last_error() override {

@@ -116,6 +116,8 @@ class ServePass {
   /// Whether a call line has been seen that no pass has taken yet: no time to sleep.
   bool lingering() const { return first_pending_ != 0; }
   bool running() const { return state_.load(std::memory_order_relaxed) == static_cast<uint32_t>(State::running); }
+  /// From any thread: a pass runs or is not collected yet.
+  bool busy() const { return state_.load(std::memory_order_relaxed) != static_cast<uint32_t>(State::idle); }
   void woke(Nanos now) { last_look_ = now > last_look_ ? now : last_look_; }
 
  private:

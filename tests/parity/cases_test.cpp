@@ -2,9 +2,9 @@
 // a row has the same bits alone and among others.
 #include <gtest/gtest.h>
 
-#include <thread>
-
 #include "tests/support/cases.h"
+#include "tests/support/composition.h"
+#include "tests/support/jobs.h"
 #include "tests/support/synthetic.h"
 #include "tests/support/tolerance.h"
 #include "tests/support/world.h"
@@ -12,20 +12,9 @@
 namespace moed {
 namespace {
 
-using test::Engine;
-using test::Job;
+using test::job_of;
 using test::SyntheticModel;
 using test::World;
-
-Job job_of(const oracle::Rows& rows, uint32_t layer, uint32_t flags) {
-  Job job;
-  job.layer = layer;
-  job.flags = flags;
-  job.x = rows.x;
-  job.ids = rows.ids;
-  job.weights = rows.weights;
-  return job;
-}
 
 TEST(Cases, EveryShapeAndRoutingAgainstTheOracle) {
   for (const CaseShape& c : case_shapes()) {
@@ -90,70 +79,10 @@ TEST(Cases, TheNormHoldsForVerySmallAndVeryLargeRows) {
   }
 }
 
-/// Takes rows `pick` of a job.
-Job pick_rows(const Job& all, const Shape& s, const std::vector<uint32_t>& pick) {
-  Job job;
-  job.layer = all.layer;
-  job.flags = all.flags;
-  for (const uint32_t t : pick) {
-    job.x.insert(job.x.end(), all.x.begin() + t * s.latent, all.x.begin() + (t + 1) * s.latent);
-    job.ids.insert(job.ids.end(), all.ids.begin() + t * s.top_k, all.ids.begin() + (t + 1) * s.top_k);
-    job.weights.insert(job.weights.end(), all.weights.begin() + t * s.top_k, all.weights.begin() + (t + 1) * s.top_k);
-  }
-  return job;
-}
-
-/// Calls with random subsets of the rows, from `engine`, each row compared with its bits alone.
-void call_subsets(Engine& engine, const Shape& s, const Job& all, const std::vector<uint16_t>& alone, uint64_t seed,
-                  int calls) {
-  std::mt19937_64 random(seed);
-  const auto tokens = static_cast<uint32_t>(all.ids.size() / s.top_k);
-  for (int i = 0; i < calls; ++i) {
-    std::vector<uint32_t> pick(1 + random() % (2 * tokens));
-    for (uint32_t& t : pick) t = static_cast<uint32_t>(random() % tokens);
-    Reply reply{};
-    const std::vector<uint16_t> got = engine.run(pick_rows(all, s, pick), reply);
-    ASSERT_EQ(reply.status, 0U) << name(static_cast<Status>(reply.status));
-    for (size_t p = 0; p < pick.size(); ++p)
-      ASSERT_TRUE(std::equal(got.begin() + static_cast<ptrdiff_t>(p * s.latent),
-                             got.begin() + static_cast<ptrdiff_t>((p + 1) * s.latent),
-                             alone.begin() + static_cast<ptrdiff_t>(pick[p] * s.latent)))
-          << "row " << pick[p] << " at position " << p << " of " << pick.size() << " in call " << i;
-  }
-}
-
 class Composition : public testing::TestWithParam<uint32_t> {};
 
 TEST_P(Composition, ARowHasTheSameBitsInEveryPass) {
-  const Shape shape = make_shape(128, 128, 64, 12, 4);
-  const SyntheticModel model(shape, 11);
-  constexpr uint32_t kRanks = 3;
-  // One call nearly fills a pass and the linger is long: passes are cut and mixed in many ways.
-  World world({.shape = shape,
-               .ranks = kRanks,
-               .lanes = 2,
-               .max_tokens = 24,
-               .linger_us = 300,
-               .max_pairs = 32,
-               .weights = [&](uint32_t r) { return model.of_rank(r, kRanks); }});
-  const Job all = job_of(make_rows(Routing::random, shape, kRanks, 20, 9), GetParam(), 0);
-  std::vector<uint16_t> alone;
-  {
-    const auto engine = world.engine(1);
-    for (uint32_t t = 0; t < 20; ++t) {
-      Reply reply{};
-      const auto row = engine->run(pick_rows(all, shape, {t}), reply);
-      ASSERT_EQ(reply.status, 0U);
-      alone.insert(alone.end(), row.begin(), row.end());
-    }
-  }
-  std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<std::thread> threads;
-  for (uint32_t rank = 0; rank < kRanks; ++rank)
-    for (uint32_t lane = 1; lane <= 2; ++lane) engines.push_back(world.engine(rank, lane));
-  for (size_t i = 0; i < engines.size(); ++i)
-    threads.emplace_back([&, i] { call_subsets(*engines[i], shape, all, alone, 100 + i, 40); });
-  for (std::thread& t : threads) t.join();
+  test::expect_same_bits_in_every_pass(test::WorldOptions{}, GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Layers, Composition, testing::Values(1U, kIdentityLayer));

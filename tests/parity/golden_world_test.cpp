@@ -2,76 +2,26 @@
 // element by element with what make.py says. MOED_GOLDEN_SETS (colon-separated directories) names further data sets.
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
 
-#include "daemon/weights/checkpoint.h"
 #include "kernels/steps.h"
-#include "tests/support/golden.h"
-#include "tests/support/tolerance.h"
-#include "tests/support/world.h"
+#include "tests/support/golden_world.h"
 
 namespace moed {
 namespace {
 
-using test::Job;
 using test::World;
 
 std::vector<std::string> data_sets() {
-  std::vector<std::string> dirs{MOED_GOLDEN};
+  std::vector<std::string> dirs{golden_dir()};
   const char* more = std::getenv("MOED_GOLDEN_SETS");
   std::stringstream list(more == nullptr ? "" : more);
   for (std::string dir; std::getline(list, dir, ':');)
     if (!dir.empty()) dirs.push_back(dir);
   return dirs;
-}
-
-/// The experts of one rank, as a daemon would hold them.
-ModelWeights rank_weights(Checkpoint& checkpoint, uint32_t rank, uint32_t ranks) {
-  const Shape& s = checkpoint.shape();
-  ModelWeights weights;
-  for (uint32_t i = 0; i < s.layers; ++i) {
-    LayerWeights& layer = weights.layers.emplace_back();
-    for (uint32_t e = first_expert(s, rank, ranks); e < first_expert(s, rank + 1, ranks); ++e) {
-      const ExpertTensors t = checkpoint.expert(s.first_layer + i, e);
-      layer.experts.push_back(
-          {t.w1.data(), t.w1_scale.data(), t.w2.data(), t.w2_scale.data(), t.w3.data(), t.w3_scale.data()});
-    }
-    layer.norm = checkpoint.norm(s.first_layer + i);
-  }
-  return weights;
-}
-
-void run_set(World& world, const std::string& dir, uint32_t layer, uint32_t ranks) {
-  const std::string set = "routed" + std::to_string(layer);
-  const std::string suffix = "_n" + std::to_string(ranks);
-  Job job{.layer = layer,
-          .flags = 0,
-          .timeout_us = 60'000'000,
-          .x = read_array<uint16_t>(dir, set + "_x"),
-          .ids = read_array<int32_t>(dir, set + "_ids"),
-          .weights = read_array<float>(dir, set + "_weights")};
-  std::vector<uint16_t> first;
-  for (uint32_t rank = 0; rank < ranks; ++rank) {
-    const auto engine = world.engine(rank);
-    for (const bool norm : {true, false}) {
-      job.flags = norm ? 0 : kFlagNoNorm;
-      Reply reply{};
-      const std::vector<uint16_t> got = engine->run(job, reply);
-      ASSERT_EQ(reply.status, 0U) << name(static_cast<Status>(reply.status));
-      const auto want = read_array<uint16_t>(dir, set + (norm ? "_out" : "_latent") + suffix);
-      const Closeness c = compare_rows(got, want, got.size() / 8);
-      EXPECT_TRUE(c.ok) << dir << " " << set << suffix << " from rank " << rank << ": " << c.text();
-      if (rank == 0)
-        std::printf("%s%s %s: %s\n", set.c_str(), suffix.c_str(), norm ? "out" : "latent", c.text().c_str());
-      if (!norm) continue;
-      if (rank == 0) first = got;
-      EXPECT_EQ(got, first) << "rank " << rank << " gets other bits than rank 0";
-    }
-  }
 }
 
 TEST(GoldenWorld, EveryRoutedSetFromEveryRank) {
@@ -80,10 +30,10 @@ TEST(GoldenWorld, EveryRoutedSetFromEveryRank) {
     Checkpoint checkpoint(dir + "/checkpoint");
     for (uint32_t ranks = 1; ranks <= 5; ++ranks) {
       World world({.shape = checkpoint.shape(), .ranks = ranks, .max_tokens = 16, .weights = [&](uint32_t rank) {
-                     return rank_weights(checkpoint, rank, ranks);
+                     return test::rank_weights(checkpoint, rank, ranks);
                    }});
       for (uint32_t m = 0; m < checkpoint.shape().layers; ++m, ++sets)
-        run_set(world, dir, checkpoint.shape().first_layer + m, ranks);
+        test::run_set(world, dir, checkpoint.shape().first_layer + m, ranks);
     }
   }
   EXPECT_GE(sets, 10U);
@@ -91,7 +41,7 @@ TEST(GoldenWorld, EveryRoutedSetFromEveryRank) {
 
 /// combine_*: partials written as peers would, summed and normalised by the reduce step alone.
 TEST(GoldenWorld, CombineEveryBit) {
-  const std::string dir = MOED_GOLDEN;
+  const std::string dir = golden_dir();
   Checkpoint checkpoint(dir + "/checkpoint");
   Shape shape = checkpoint.shape();
   constexpr uint32_t kRanks = 8;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <ios>
@@ -14,6 +15,12 @@
 #include "tests/support/oracle.h"
 
 namespace moed {
+
+/// Where the arrays lie: tests/golden of the source tree, or MOED_GOLDEN_DIR for a test that runs on another machine.
+inline std::string golden_dir() {
+  const char* dir = std::getenv("MOED_GOLDEN_DIR");
+  return dir == nullptr || *dir == 0 ? MOED_GOLDEN : dir;
+}
 
 /// All elements of a file; throws std::runtime_error when it is missing or holds no whole number of elements.
 template <class T>

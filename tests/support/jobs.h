@@ -1,4 +1,4 @@
-// Small jobs whose answers are plain sums, for tests of the protocol.
+// Jobs: small ones whose answers are plain sums, for tests of the protocol, and rows of cases.h.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -27,6 +27,30 @@ inline Job simple_job(uint32_t tokens, std::vector<uint32_t> pairs, float x, flo
       job.ids.push_back(static_cast<int32_t>(pairs[k % pairs.size()] * 2 + t % 2));
       job.weights.push_back(weight);
     }
+  return job;
+}
+
+/// Rows of cases.h as a job.
+inline Job job_of(const oracle::Rows& rows, uint32_t layer, uint32_t flags) {
+  Job job;
+  job.layer = layer;
+  job.flags = flags;
+  job.x = rows.x;
+  job.ids = rows.ids;
+  job.weights = rows.weights;
+  return job;
+}
+
+/// Takes rows `pick` of a BF16 job.
+inline Job pick_rows(const Job& all, const Shape& s, const std::vector<uint32_t>& pick) {
+  Job job;
+  job.layer = all.layer;
+  job.flags = all.flags;
+  for (const uint32_t t : pick) {
+    job.x.insert(job.x.end(), all.x.begin() + t * s.latent, all.x.begin() + (t + 1) * s.latent);
+    job.ids.insert(job.ids.end(), all.ids.begin() + t * s.top_k, all.ids.begin() + (t + 1) * s.top_k);
+    job.weights.insert(job.weights.end(), all.weights.begin() + t * s.top_k, all.weights.begin() + (t + 1) * s.top_k);
+  }
   return job;
 }
 

@@ -11,8 +11,12 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <set>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "daemon/abi/arena.h"
@@ -20,15 +24,20 @@
 #include "daemon/service_loop.h"
 #include "kernels/backend.h"
 #include "kernels/heap.h"
+#include "kernels/numbers.h"
+#include "tests/support/link.h"
 
 namespace moed::test {
 
-/// A call's inputs and answer outside any arena. x: BF16 [T, L] (or codes with kFlagWire); weights: float.
+/// A call's inputs outside any arena: x BF16 [T, L], or with kFlagWire codes [T, L] and scales [T, L / 32]; ids and
+/// weights [T, K], laid out as the flags say (kFlagIds64, kFlagWeights16: rounded to BF16).
 struct Job {
   uint32_t layer = kIdentityLayer, flags = 0, timeout_us = 20'000'000;
-  std::vector<uint16_t> x;
-  std::vector<int32_t> ids;
-  std::vector<float> weights;
+  std::vector<uint16_t> x{};
+  std::vector<int32_t> ids{};
+  std::vector<float> weights{};
+  std::vector<uint8_t> codes{}, scales{};
+  std::optional<int32_t> valid{};  ///< nothing: no such array
 };
 
 /// One engine on one lane of one rank: what libmoed does, by hand.
@@ -108,11 +117,16 @@ class Engine {
       if (bytes != 0) std::memcpy(arena() + here, data, bytes);
       return here;
     };
-    c.x = put(job.x.data(), job.x.size() * 2);
-    c.ids = put(job.ids.data(), job.ids.size() * 4);
-    c.weights = put(job.weights.data(), job.weights.size() * 4);
-    const std::vector<uint16_t> dirty(uint64_t{tokens} * shape_.latent, 0x7FFF);
-    c.out = put(dirty.data(), dirty.size() * 2);
+    const auto put_all = [&](const auto& v) { return put(v.data(), v.size() * sizeof v[0]); };
+    c.x = (job.flags & kFlagWire) != 0 ? put_all(job.codes) : put_all(job.x);
+    if ((job.flags & kFlagWire) != 0) c.scales = put_all(job.scales);
+    c.ids = (job.flags & kFlagIds64) != 0 ? put_all(std::vector<int64_t>(job.ids.begin(), job.ids.end()))
+                                          : put_all(job.ids);
+    std::vector<uint16_t> narrow;
+    for (const float w : job.weights) narrow.push_back(float_to_bf16(w));
+    c.weights = (job.flags & kFlagWeights16) != 0 ? put_all(narrow) : put_all(job.weights);
+    if (job.valid) c.valid = put(&*job.valid, sizeof *job.valid);
+    c.out = put_all(std::vector<uint16_t>(uint64_t{tokens} * shape_.latent, 0x7FFF));
     return c;
   }
 
@@ -148,6 +162,9 @@ struct WorldOptions {
   bool linked = true;
   /// The weights of rank r of N; nothing: identity layers.
   std::function<ModelWeights(uint32_t rank)> weights{};
+  std::function<std::unique_ptr<Backend>(BackendOptions)> make = make_cpu_backend;
+  uint32_t spin_us = 0;                ///< of the service loops; 0: many ranks on few cores sleep at once
+  std::vector<std::string> devices{};  ///< GPUs, of which rank r takes number r modulo their count; nothing: no GPU
 };
 
 class World {
@@ -159,16 +176,36 @@ class World {
       for (uint32_t b = 0; b < a; ++b) link(a, b, 1);
   }
 
-  /// Makes segments, maps them on both sides and declares the link ready.
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  /// Links go before back ends, as when daemons leave: nobody writes to memory that is gone.
+  ~World() {
+    while (!links_.empty()) lose(links_.begin()->first, links_.begin()->second);
+  }
+
+  /// Makes segments and maps them on both sides.
+  void map(uint32_t a, uint32_t b) {
+    give_segment(backend(a), a, backend(b), b);
+    give_segment(backend(b), b, backend(a), a);
+    links_.insert(std::minmax(a, b));
+  }
+
+  /// Tells one end alone that its link to `peer` is ready. Calls of that end wait until the peer is told, too.
+  void ready(uint32_t rank, uint32_t peer, uint32_t session) {
+    backend(rank).link_changed(static_cast<int>(peer), LinkState::ready, session);
+  }
+
+  /// A whole link: mapped, and ready on both ends.
   void link(uint32_t a, uint32_t b, uint32_t session) {
-    give(a, b);
-    give(b, a);
-    backend(a).link_changed(static_cast<int>(b), LinkState::ready, session);
-    backend(b).link_changed(static_cast<int>(a), LinkState::ready, session);
+    map(a, b);
+    ready(a, b, session);
+    ready(b, a, session);
   }
 
   /// Both ends lose the link and retire its segments.
   void lose(uint32_t a, uint32_t b) {
+    links_.erase(std::minmax(a, b));
     backend(a).link_changed(static_cast<int>(b), LinkState::lost, 0);
     backend(b).link_changed(static_cast<int>(a), LinkState::lost, 0);
     backend(a).retire(static_cast<int>(b));
@@ -200,7 +237,9 @@ class World {
       o.on_lost_rank = w.on_lost_rank;
       o.drills = w.drills;
       o.in_process = true;
-      return make_cpu_backend(std::move(o));
+      o.park = std::getenv("MOED_NO_PARK") == nullptr;
+      if (!w.devices.empty()) o.device = w.devices[rank % w.devices.size()];
+      return w.make(std::move(o));
     }
     static MetricsInfo info(const WorldOptions& w, uint32_t rank) {
       MetricsInfo i;
@@ -211,7 +250,7 @@ class World {
     static ServiceOptions loop(const WorldOptions& w) {
       ServiceOptions o;
       o.shape = w.shape;
-      o.idle.spin_us = 0;  // many ranks on few cores: sleep at once
+      o.idle.spin_us = w.spin_us;
       o.lanes = w.lanes;
       o.deadline_ms = o.first_deadline_ms = w.deadline_ms;
       return o;
@@ -221,17 +260,9 @@ class World {
     ServiceLoop service;
   };
 
-  void give(uint32_t owner, uint32_t writer) {
-    Handle segment;
-    Handle doorbell;
-    if (backend(owner).make_segment(static_cast<int>(writer), segment) != Status::ok ||
-        backend(owner).make_doorbell(doorbell) != Status::ok ||
-        backend(writer).map_segment(static_cast<int>(owner), segment, doorbell) != Status::ok)
-      throw std::runtime_error(backend(owner).last_error() + backend(writer).last_error());
-  }
-
   WorldOptions options_;
   std::vector<std::unique_ptr<Node>> nodes_;
+  std::set<std::pair<uint32_t, uint32_t>> links_;  ///< mapped and not lost, the lower rank first
 };
 
 }  // namespace moed::test

@@ -1,0 +1,183 @@
+#include "kernels/cuda/device_world.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace moed::cuda {
+namespace {
+
+constexpr uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
+
+uint32_t local_experts(const BackendOptions& o) {
+  return first_expert(o.shape, o.rank + 1, o.ranks) - first_expert(o.shape, o.rank, o.ranks);
+}
+
+/// Bytes of all layers' experts and norms.
+uint64_t all_weights(const BackendOptions& o) {
+  uint64_t bytes = 0;
+  for (const LayerWeights& layer : o.weights.layers)
+    bytes += layer.experts.size() * expert_bytes(o.shape) + round_up(layer.norm.size() * 2, 256);
+  return bytes;
+}
+
+/// The constants that follow from the options alone.
+World constants(const BackendOptions& o) {
+  World w{};
+  w.shape = o.shape;
+  w.layout = segment_layout(o.shape, o.lanes, o.max_tokens);
+  w.row = row_layout(o.shape);
+  w.rank = o.rank;
+  w.ranks = o.ranks;
+  w.first = first_expert(o.shape, o.rank, o.ranks);
+  w.local = local_experts(o);
+  w.max_call_tokens = o.max_call_tokens;
+  w.drop = o.on_lost_rank == OnLostRank::drop ? 1 : 0;
+  w.max_pairs = std::max(o.shape.top_k * o.max_tokens, o.max_pairs);
+  w.max_rows = w.max_pairs / o.shape.top_k;
+  w.row_stride = static_cast<uint32_t>(w.layout.row_lines * kLinePayload);
+  w.linger_ns = uint64_t{o.linger_us} * 1000;
+  w.experts_delay_ns = uint64_t{o.drills.experts_delay_us} * 1000;
+  w.send_delay_ns = uint64_t{o.drills.send_delay_us} * 1000;
+  w.call_delay_ns = uint64_t{o.drills.call_delay_us} * 1000;
+  w.model_layers = static_cast<uint32_t>(o.weights.layers.size());
+  return w;
+}
+
+/// Calls take(pointer, count) for every array of a World. Without experts there is nothing to multiply.
+template <class Take>
+bool each_array(World& w, Take take) {
+  const uint64_t watches = uint64_t{w.ranks} * w.layout.lanes_all;
+  const uint64_t slots = uint64_t{w.layout.lanes_all} * w.max_call_tokens * w.shape.top_k;
+  const uint64_t rows = w.max_rows;
+  const uint64_t row_slots = rows * w.shape.top_k;
+  const uint64_t pairs = w.model_layers != 0 ? w.max_pairs : 0;
+  const uint64_t keys = uint64_t{w.model_layers} * w.local;
+  return take(w.pictures, kPictures) && take(w.present, 32) && take(w.disarm, 32) && take(w.faults, 16) &&
+         take(w.lane, w.layout.lanes_all) && take(w.ids, slots) && take(w.weights, slots) && take(w.serve, 1) &&
+         take(w.watch, watches) && take(w.source, watches) && take(w.place, rows) &&
+         take(w.gathered, rows * w.row_stride) && take(w.key_count, keys) && take(w.key_first, keys) &&
+         take(w.pair_key, row_slots) && take(w.pair_rank, row_slots) && take(w.pair_of, row_slots) &&
+         take(w.pair, pairs) && take(w.group, pairs) && take(w.middle, pairs * w.shape.intermediate) &&
+         take(w.middle_scale, pairs * (w.shape.intermediate / kBlock)) && take(w.product, pairs * w.shape.latent);
+}
+
+/// Boards are kept for the next back end of this process: freeing host memory that the GPU sees waits for every stream
+/// of the process that waits, those of other back ends too.
+struct Boards {
+  std::mutex mutex;
+  std::vector<Board*> free;
+};
+Boards& boards() {
+  static auto* all = new Boards;  // outlives whatever is destroyed when the process ends
+  return *all;
+}
+
+/// A board of zeros; nullptr: why.
+Board* take_board(std::string& why) {
+  void* memory = nullptr;
+  {
+    const std::lock_guard lock(boards().mutex);
+    if (!boards().free.empty()) {
+      memory = boards().free.back();
+      boards().free.pop_back();
+    }
+  }
+  if (memory == nullptr) {
+    const cudaError_t e = cudaHostAlloc(&memory, sizeof(Board), cudaHostAllocMapped | cudaHostAllocPortable);
+    if (e != cudaSuccess) {
+      why = cuda_text("host memory for what the GPU reports", e);
+      return nullptr;
+    }
+  }
+  std::memset(memory, 0, sizeof(Board));
+  return new (memory) Board;
+}
+
+}  // namespace
+
+std::string cuda_text(const char* what, cudaError_t error) {
+  return std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")";
+}
+
+Backend::Memory planned(const BackendOptions& options) {
+  World w = constants(options);
+  Backend::Memory m;
+  m.heap = w.layout.bytes * options.ranks;
+  m.weights = all_weights(options);
+  each_array(w, [&]<class T>(T*&, uint64_t count) {
+    m.scratch += round_up(count * sizeof(T), 256);
+    return true;
+  });
+  return m;
+}
+
+DeviceWorld::~DeviceWorld() {
+  if (board_ == nullptr) return;
+  const std::lock_guard lock(boards().mutex);
+  boards().free.push_back(board_);
+}
+
+/// All arrays lie in one allocation, so that each does not round up to a granule of its own.
+bool DeviceWorld::make(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why) {
+  world_ = constants(options);
+  uint64_t bytes = 0;
+  each_array(world_, [&]<class T>(T*&, uint64_t count) {
+    bytes += round_up(count * sizeof(T), 256);
+    return true;
+  });
+  scratch_ = memory.make(bytes, std::nullopt, why);
+  if (!scratch_) return false;
+  uint64_t at = 0;
+  each_array(world_, [&]<class T>(T*& out, uint64_t count) {
+    out = reinterpret_cast<T*>(scratch_.as<std::byte>() + at);
+    at += round_up(count * sizeof(T), 256);
+    return true;
+  });
+  board_ = take_board(why);
+  if (board_ == nullptr) return false;
+  world_.board = board_;
+  cudaError_t e = cudaMemsetAsync(scratch_.as<void>(), 0, bytes, side);
+  if (e == cudaSuccess) e = cudaStreamSynchronize(side);
+  if (e != cudaSuccess) why = cuda_text("zeroing scratch memory", e);
+  return e == cudaSuccess && upload(memory, options, side, why);
+}
+
+/// Copies weights and norms to exportable memory, each expert's six tensors as one block.
+bool DeviceWorld::upload(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why) {
+  const uint64_t bytes = all_weights(options) + round_up(options.weights.layers.size() * sizeof(DeviceLayer), 256);
+  if (options.weights.layers.empty()) return true;
+  weights_ = memory.make(bytes, HandleKind::cuda_fd, why);
+  if (!weights_) return false;
+  const Shape& s = options.shape;
+  const uint64_t packed = packed_bytes(s.intermediate, s.latent);
+  const uint64_t scales = scale_bytes(s.intermediate, s.latent);
+  auto* at = weights_.as<uint8_t>();
+  cudaError_t e = cudaSuccess;
+  const auto put = [&](const void* from, uint64_t n) {
+    if (e == cudaSuccess) e = cudaMemcpyAsync(at, from, n, cudaMemcpyHostToDevice, side);
+    at += n;
+  };
+  std::vector<DeviceLayer> layers;
+  for (const LayerWeights& layer : options.weights.layers) {
+    DeviceLayer& out = layers.emplace_back();
+    out.experts = layer.experts.empty() ? nullptr : at;
+    for (const ExpertWeights& x : layer.experts) {
+      put(x.w1, packed), put(x.w1_scale, scales);
+      put(x.w3, packed), put(x.w3_scale, scales);
+      put(x.w2, packed), put(x.w2_scale, scales);
+    }
+    out.norm = layer.norm.empty() ? nullptr : reinterpret_cast<const uint16_t*>(at);
+    put(layer.norm.data(), layer.norm.size() * 2);
+    at = weights_.as<uint8_t>() + round_up(static_cast<uint64_t>(at - weights_.as<uint8_t>()), 256);
+  }
+  world_.layers = reinterpret_cast<const DeviceLayer*>(at);
+  put(layers.data(), layers.size() * sizeof(DeviceLayer));
+  if (e == cudaSuccess) e = cudaStreamSynchronize(side);
+  if (e != cudaSuccess) why = cuda_text("copying weights to the GPU", e);
+  return e == cudaSuccess;
+}
+
+}  // namespace moed::cuda

@@ -1,0 +1,44 @@
+// Everything that a back end keeps on its GPU, taken once before it is ready: weights, scratch, the state of the
+// passes, and the board in host memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "kernels/cuda/memory.h"
+#include "kernels/cuda/state.h"
+
+namespace moed::cuda {
+
+/// Bytes that a back end of these options takes on its GPU. heap: all segments; weights; scratch: the rest.
+Backend::Memory planned(const BackendOptions& options);
+
+/// Owns what World points to. Freed when nothing runs any more.
+class DeviceWorld {
+ public:
+  DeviceWorld() = default;
+  DeviceWorld(const DeviceWorld&) = delete;
+  DeviceWorld& operator=(const DeviceWorld&) = delete;
+  ~DeviceWorld();
+
+  /// Takes and fills everything; weights are copied. `side`: a stream for copies, which it waits for.
+  bool make(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why);
+
+  const World& world() const { return world_; }
+  Board& board() const { return *board_; }
+  uint64_t weight_bytes() const { return weights_.mapped_bytes(); }
+  uint64_t scratch_bytes() const { return scratch_.mapped_bytes(); }
+
+ private:
+  bool upload(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why);
+
+  World world_{};
+  Board* board_ = nullptr;
+  Allocation scratch_, weights_;
+};
+
+/// "cudaGraphLaunch: out of memory (cudaErrorMemoryAllocation)".
+std::string cuda_text(const char* what, cudaError_t error);
+
+}  // namespace moed::cuda

@@ -1,0 +1,229 @@
+// The serve pass up to its private copies: look at call lines, choose sources, gather their rows. Nothing after gather
+// reads what peers can write.
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/passes.h"
+
+namespace moed::cuda {
+namespace {
+
+constexpr uint32_t kGateThreads = 256, kGatherThreads = 256, kGatherBlocks = 128;
+constexpr uint32_t kMayMiss = 2;  ///< passes that a source may miss before nobody lingers for it
+constexpr uint32_t kBitmapWords = kMaxTokens / 32;
+
+__device__ const uint32_t* bitmap_words(const CallLine& call) { return reinterpret_cast<const uint32_t*>(call.bitmap); }
+
+__device__ bool is_due(const Watch& watch, uint64_t now) { return watch.pending != 0 && now >= watch.again; }
+
+/// What one look at all call lines has found, over the threads of the block.
+struct Looked {
+  uint32_t present;  ///< picture
+  uint32_t pending, missing;
+};
+
+/// Notes every call line that is new and when it was seen.
+__device__ void look_at(const World& w, Looked& looked, uint64_t last_look, uint64_t now) {
+  const Picture& picture = w.pictures[looked.present];
+  const uint32_t watches = w.ranks * w.layout.lanes_all;
+  for (uint32_t i = threadIdx.x; i < watches; i += blockDim.x) {
+    Watch& watch = w.watch[i];
+    const DeviceLink& link = picture.link[i / w.layout.lanes_all];
+    if (link.state == LinkState::ready) {
+      const std::byte* line = link.mine + w.layout.call(i % w.layout.lanes_all);
+      const uint64_t seen = load_u64(reinterpret_cast<const uint64_t*>(line + kLinePayload));
+      if (seen >> kSessionShift == link.session && seen != watch.pending && seen > watch.served) {
+        watch.pending = seen;
+        watch.since = last_look;
+        watch.again = 0;
+        watch.retries = 0;
+      }
+    }
+    if (is_due(watch, now)) looked.pending = 1;
+    if (watch.pending == 0 && watch.recent > 0) looked.missing = 1;
+  }
+}
+
+/// Whether the copied call line is one that a sound peer may send; counts its rows.
+__device__ Status check_call(const World& w, const CallLine& call, uint32_t& rows) {
+  rows = 0;
+  for (uint32_t k = 0; k < kBitmapWords; ++k) {
+    const uint32_t bits = bitmap_words(call)[k];
+    const uint32_t first = k * 32;
+    if (first + 32 > call.tokens && (call.tokens <= first ? bits : bits >> (call.tokens - first)) != 0)
+      return Status::bad_call;
+    rows += __popc(bits);
+  }
+  const bool known = call.layer == kIdentityLayer ||
+                     (call.layer >= w.shape.first_layer && call.layer - w.shape.first_layer < w.shape.layers);
+  return call.tokens <= w.layout.max_tokens && known ? Status::ok : Status::bad_call;
+}
+
+/// What choosing carries from one source to the next; one thread's.
+struct Choice {
+  uint32_t sources, rows, first_left;
+  bool left;
+};
+
+/// Takes one pending watch into the pass, unless it does not fit any more. Lanes 0 to 7 of a warp read the line.
+__device__ void take_source(const World& w, uint32_t at, const DeviceLink& link, uint64_t now, Choice& choice) {
+  Watch& watch = w.watch[at];
+  DeviceSource& source = w.source[choice.sources];
+  const uint32_t lane = at % w.layout.lanes_all;
+  const uint64_t noted = watch.pending;
+  __syncwarp();
+  if (threadIdx.x == 0) watch.pending = 0;
+  if (link.state != LinkState::ready || noted >> kSessionShift != link.session) return;
+  uint64_t sequence = 0;
+  if (threadIdx.x < kLineLanes) {
+    const ulonglong2 words = load_16(link.mine + w.layout.call(lane) + threadIdx.x * 16);
+    auto* call = reinterpret_cast<uint64_t*>(&source.call);
+    sequence = words.y;
+    if (threadIdx.x < kLineLanes - 1) {  // the last lane holds padding and the sequence
+      call[threadIdx.x * 2] = words.x;
+      call[threadIdx.x * 2 + 1] = words.y;
+    }
+  }
+  sequence = __shfl_sync(0xFFFFFFFFU, sequence, kLineLanes - 1);
+  __syncwarp();
+  if (sequence >> kSessionShift != link.session || threadIdx.x != 0) return;
+  uint32_t rows = 0;
+  const Status status = check_call(w, source.call, rows);
+  if (status != Status::ok) rows = 0;
+  if (choice.sources > 0 && (choice.rows + rows) * w.shape.top_k > w.max_pairs) {
+    if (!choice.left) choice.first_left = at;
+    choice.left = true;
+    watch.pending = sequence;
+    return;
+  }
+  source.rank = at / w.layout.lanes_all;
+  source.lane = lane;
+  source.sequence = sequence;  // it may have gone on since it was noted
+  source.rows_segment = link.mine;
+  source.answer_segment = link.theirs;
+  source.queue_ns = now > watch.since ? now - watch.since : 0;
+  source.first_row = choice.rows;
+  source.rows = rows;
+  source.status = static_cast<uint32_t>(status);
+  source.incomplete = 0;
+  choice.rows += rows;
+  ++choice.sources;
+  watch.served = sequence;
+  watch.recent = kMayMiss;
+  w.serve->next = (at + 1) % (w.ranks * w.layout.lanes_all);
+}
+
+/// Takes whole sources, from the one after the one served last, while they fit. One warp.
+__device__ void choose(const World& w, uint32_t present, uint64_t now, Choice& choice) {
+  const uint32_t watches = w.ranks * w.layout.lanes_all;
+  const uint32_t start = w.serve->next;
+  for (uint32_t base = 0; base < watches; base += 32) {
+    const uint32_t i = base + threadIdx.x;
+    const uint32_t at = i < watches ? (start + i) % watches : 0;
+    const bool pending = i < watches && is_due(w.watch[at], now);
+    if (i < watches && w.watch[at].pending == 0 && w.watch[at].recent > 0) --w.watch[at].recent;
+    for (uint32_t left = __ballot_sync(0xFFFFFFFFU, pending); left != 0; left &= left - 1) {
+      const uint32_t one = __shfl_sync(0xFFFFFFFFU, at, __ffs(left) - 1);
+      take_source(w, one, w.pictures[present].link[one / w.layout.lanes_all], now, choice);
+      __syncwarp();
+    }
+  }
+}
+
+/// Names the row of every token that a source has sent.
+__device__ void place_rows(const World& w, uint32_t source) {
+  const DeviceSource& s = w.source[source];
+  if (s.status != static_cast<uint32_t>(Status::ok)) return;
+  const uint32_t* bits = bitmap_words(s.call);
+  for (uint32_t t = threadIdx.x; t < s.call.tokens; t += blockDim.x) {
+    if ((bits[t / 32] >> (t % 32) & 1) == 0) continue;
+    uint32_t before = __popc(bits[t / 32] & ((1U << (t % 32)) - 1));
+    for (uint32_t k = 0; k < t / 32; ++k) before += __popc(bits[k]);
+    w.place[s.first_row + before] = {source, t};
+  }
+}
+
+/// Waits for call lines, lingers for lanes that took part in the last passes, chooses.
+__global__ void serve_gate(const __grid_constant__ World w) {
+  ServeState& s = *w.serve;
+  __shared__ Looked looked;
+  __shared__ Choice choice;
+  if (threadIdx.x == 0) {
+    static_cast<void>(begin_pass(w, s.passes, w.board->begun));
+    s.sources = s.rows = s.pairs = s.groups = 0;
+    choice = {};
+    if (s.last_look == 0) s.last_look = global_time();
+  }
+  __syncthreads();
+  const bool come = wait_block(global_time() + kGateNs, w.disarm, w.disarm, [&](uint64_t now) {
+    if (threadIdx.x == 0) looked = {load_u32_acquire(w.present), 0, 0};
+    __syncthreads();
+    look_at(w, looked, s.last_look, now);
+    __syncthreads();
+    if (threadIdx.x != 0) return false;
+    s.last_look = now;
+    if (looked.pending == 0) return false;
+    if (s.first_pending == 0) s.first_pending = now;
+    return looked.missing == 0 || now >= s.first_pending + w.linger_ns;
+  });
+  if (!come) return;
+  const uint64_t now = global_time();
+  if (threadIdx.x < 32) choose(w, looked.present, now, choice);
+  __syncthreads();
+  for (uint32_t i = 0; i < choice.sources; ++i) place_rows(w, i);
+  if (threadIdx.x != 0) return;
+  if (choice.left) s.next = choice.first_left;
+  s.sources = choice.sources;
+  s.rows = choice.rows;
+  s.gather = now;
+  if (choice.sources != 0) store_u64_release(&w.board->serving, s.passes);
+  ServeRecord& record = w.board->served[s.records % kServeRecords];
+  record.wait_ns = now - s.first_pending;
+  s.first_pending = choice.left ? now : 0;
+}
+
+/// Copies one row, eight lanes a line, and waits for its lines a little. What is not there drops its source.
+__device__ void gather_row(const World& w, uint32_t row, uint64_t until) {
+  const Place place = w.place[row];
+  DeviceSource& source = w.source[place.source];
+  const std::byte* lines = source.rows_segment + w.layout.row(source.lane, place.token);
+  auto* to = reinterpret_cast<uint64_t*>(w.gathered + uint64_t{row} * w.row_stride);
+  const uint32_t part = threadIdx.x % kLineLanes;
+  const uint64_t began = w.serve->gather;
+  for (uint32_t l = threadIdx.x / kLineLanes; l < w.layout.row_lines; l += blockDim.x / kLineLanes) {
+    ulonglong2 words;
+    uint64_t found = 0;
+    const Seen seen = wait_line(lines + l * kLineBytes, source.sequence, until, words, found);
+    if (seen != Seen::same) {
+      if (part != 0) return;
+      if (atomicMax(&source.incomplete, seen == Seen::newer ? kOvertaken : kMissing) == 0)
+        report_fault(
+            w, {Awaited::row, source.rank, source.lane, place.token, source.sequence, found, global_time() - began});
+      return;
+    }
+    uint64_t* at = to + l * (kLinePayload / 8) + part * 2;
+    at[0] = words.x;
+    if (part < kLineLanes - 1) at[1] = words.y;
+  }
+}
+
+__global__ void gather(const __grid_constant__ World w) {
+  const ServeState& s = *w.serve;
+  const uint64_t until = global_time() + kRowsNs;
+  for (uint32_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
+    gather_row(w, row, until);
+    __syncthreads();
+    DeviceSource& source = w.source[w.place[row].source];
+    const auto* ids = reinterpret_cast<const int32_t*>(w.gathered + uint64_t{row} * w.row_stride);
+    if (threadIdx.x < w.shape.top_k && source.incomplete == 0) {
+      const int32_t id = ids[threadIdx.x];
+      if (id < -1 || id >= static_cast<int32_t>(w.shape.experts))
+        source.status = static_cast<uint32_t>(Status::bad_route);
+    }
+  }
+}
+
+}  // namespace
+
+void launch_serve_gate(const World& w, cudaStream_t stream) { serve_gate<<<1, kGateThreads, 0, stream>>>(w); }
+void launch_gather(const World& w, cudaStream_t stream) { gather<<<kGatherBlocks, kGatherThreads, 0, stream>>>(w); }
+
+}  // namespace moed::cuda

@@ -1,0 +1,201 @@
+// A host call reads from begin() downwards.
+#include "kernels/cuda/lane.h"
+
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "kernels/cuda/passes.h"
+
+namespace moed::cuda {
+namespace {
+
+constexpr uint64_t kAhead = 3;            ///< passes queued while a call runs: each waits less than 1 ms
+constexpr Nanos kLetGo = 1'000'000'000;   ///< how long the GPU may take to end what is queued
+constexpr uint32_t kNudge = 0x20000000U;  ///< a bell that is no call: lets a parked pass through
+constexpr uint64_t kMailboxBytes = sizeof(DeviceMailbox);
+
+}  // namespace
+
+bool Lane::make(int priority) {
+  if (!shop_.health.good(pass_.make(priority), "stream of a lane")) return false;
+  cudaGraphExec_t graph = nullptr;
+  const cudaError_t e = capture_call_pass(shop_.world.world(), number_, pass_.stream(), graph);
+  pass_.set_pass(graph, host().begun, host().completed);
+  return shop_.health.good(e, "graph of the call pass") &&
+         shop_.health.good(cudaStreamSynchronize(pass_.stream()), "graph of the call pass");
+}
+
+bool Lane::give(Allocation& memory, Fd& out, std::string& why) { return shop_.memory.export_fd(memory, out, why); }
+
+/// Memory of one attach. A host arena has a copy on the GPU; a GPU arena is the engine's, too.
+bool Lane::allocate(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& why) {
+  const auto exportable = kind == ArenaKind::gpu ? std::optional(HandleKind::cuda_fd) : std::nullopt;
+  out.host_mailbox = make_sealed_memory("moed-mailbox", sizeof(HostMailbox));
+  arena_ = shop_.memory.make(bytes, exportable, why);
+  mailbox_ = arena_ ? shop_.memory.make(kMailboxBytes, exportable, why) : Allocation();
+  if (!mailbox_) return false;
+  if (kind == ArenaKind::gpu) {
+    if (!give(mailbox_, out.device_mailbox, why) || !give(arena_, out.arena, why)) return false;
+  } else {
+    out.arena = make_sealed_memory("moed-arena", bytes);
+    engine_ = out.arena ? Mapping(out.arena, bytes) : Mapping();
+  }
+  if (out.host_mailbox && (kind == ArenaKind::gpu || engine_)) return true;
+  why = "no memory for an arena of " + std::to_string(bytes) + " bytes: " + std::strerror(errno);
+  return false;
+}
+
+Status Lane::open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (!allocate(kind, bytes, out, why)) {
+    arena_.reset(), mailbox_.reset();
+    engine_ = Mapping();
+    return Status::no_memory;
+  }
+  LaneState* s = state();
+  DeviceMailbox* const box = mailbox_.as<DeviceMailbox>();
+  std::byte* const arena = arena_.as<std::byte>();
+  constexpr uint32_t none = 0;
+  const bool good =
+      shop_.side.zero(arena, bytes) && shop_.side.zero(box, kMailboxBytes) &&
+      shop_.side.to_gpu(&s->mailbox, &box, sizeof box) && shop_.side.to_gpu(&s->arena, &arena, sizeof arena) &&
+      shop_.side.to_gpu(&s->arena_bytes, &bytes, sizeof bytes) && shop_.side.to_gpu(&s->running, &none, sizeof none) &&
+      shop_.side.to_gpu(&s->disarm, &none, sizeof none) && shop_.side.settle();
+  if (!good) {
+    why = shop_.health.text();
+    return Status::device_lost;
+  }
+  kind_ = kind;
+  dry_ = running_ = false;
+  arena_bytes_.store(bytes, std::memory_order_relaxed);
+  out.arena_bytes = bytes;
+  open_ = true;
+  pump();
+  return Status::ok;
+}
+
+bool Lane::close() {
+  const std::lock_guard lock(mutex_);
+  if (!open_) return true;
+  open_ = running_ = false;
+  constexpr uint32_t on = 1;
+  bool gone = shop_.side.to_gpu(&state()->disarm, &on, sizeof on) &&
+              shop_.side.word(&mailbox_.as<DeviceMailbox>()->bell, kNudge) && shop_.side.settle();
+  for (const Nanos until = now_ns() + kLetGo; gone && pass_.ahead() != 0;) {
+    gone = now_ns() < until;
+    std::this_thread::yield();
+  }
+  arena_bytes_.store(0, std::memory_order_relaxed);
+  engine_ = Mapping();
+  if (!gone) return shop_.health.good(cudaErrorLaunchTimeout, "a lane that the GPU does not let go");
+  arena_.reset();
+  mailbox_.reset();
+  return true;
+}
+
+void Lane::set_dry(bool on) {
+  const std::lock_guard lock(mutex_);
+  dry_ = on;
+}
+
+/// What a call reads goes from the engine's host arena to its copy on the GPU; nothing else is ever read there.
+void Lane::copy_in(const Call& c) {
+  if (kind_ != ArenaKind::host) return;
+  const Shape& s = shop_.options.shape;
+  const auto copy = [&](uint64_t offset, uint64_t bytes) {
+    shop_.side.to_gpu(arena_.as<std::byte>() + offset, engine_.data() + offset, bytes);
+  };
+  const uint64_t t = c.tokens;
+  const bool wire = (c.flags & kFlagWire) != 0;
+  copy(c.x, t * s.latent * (wire ? 1 : 2));
+  if (wire) copy(c.scales, t * (s.latent / kBlock));
+  copy(c.ids, t * s.top_k * ((c.flags & kFlagIds64) != 0 ? 8 : 4));
+  copy(c.weights, t * s.top_k * ((c.flags & kFlagWeights16) != 0 ? 2 : 4));
+  if (c.valid != 0) copy(c.valid, sizeof(int32_t));
+}
+
+/// A call that is refused before it reaches the GPU: zeros as far as it says where out lies.
+void Lane::zero_out(const Call& c) {
+  const Shape& s = shop_.options.shape;
+  if (c.kind > 1 || c.tokens > shop_.options.max_call_tokens || !fits(c.out, out_bytes(c, s), arena_bytes())) return;
+  if (kind_ == ArenaKind::host)
+    std::memset(engine_.data() + c.out, 0, out_bytes(c, s));
+  else
+    shop_.side.zero(arena_.as<std::byte>() + c.out, out_bytes(c, s));
+}
+
+Status Lane::begin(const Begin& begin, std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (!open_ || running_) {
+    why = "lane " + std::to_string(number_) + (open_ ? " has a call in flight" : " is not open");
+    return open_ ? Status::busy : Status::internal;
+  }
+  begin_ = begin;
+  const BackendOptions& o = shop_.options;
+  refusal_ = validate(begin.call, {o.shape, o.max_call_tokens, arena_bytes(), false});
+  call_ = {};
+  call_.call = begin.call;
+  call_.number = ++serial_;
+  call_.timeout_ns = begin.deadline > begin.seen ? begin.deadline - begin.seen : 0;
+  call_.forced = refusal_.status != Status::ok ? refusal_.status : begin.refuse;
+  call_.dry = dry_ ? 1 : 0;
+  call_.may_zero = call_.forced == Status::ok ? 1 : 0;
+  if (call_.forced == Status::ok)
+    copy_in(begin.call);
+  else
+    zero_out(begin.call);
+  shop_.side.to_gpu(&state()->host_call, &call_, sizeof call_);
+  shop_.side.word(&mailbox_.as<DeviceMailbox>()->bell, kHostBell);
+  running_ = true;
+  pump();
+  return Status::ok;
+}
+
+bool Lane::poll(CallRecord& out) {
+  const std::lock_guard lock(mutex_);
+  if (!open_) return false;
+  pump();
+  if (!running_ || host_load(host().done) != serial_) return false;
+  collect(out);
+  out.total_ns = now_ns() - begin_.seen;
+  running_ = false;
+  return true;
+}
+
+void Lane::tend() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);  // whoever holds it does the same
+  if (lock && open_) pump();
+}
+
+/// The record, and for a host arena the answer.
+void Lane::collect(CallRecord& out) {
+  out = host().record;
+  out.number = begin_.number;
+  out.start = begin_.seen;
+  out.lane = static_cast<uint16_t>(number_);
+  out.path = static_cast<uint16_t>(CallPath::host);
+  if (refusal_.status != Status::ok) {
+    out.field = static_cast<uint32_t>(refusal_.field);
+    out.value = refusal_.value;
+    out.limit = refusal_.limit;
+  }
+  const Call& c = begin_.call;
+  if (call_.may_zero == 0 || kind_ != ArenaKind::host) return;
+  shop_.side.from_gpu(engine_.data() + c.out, arena_.as<std::byte>() + c.out, out_bytes(c, shop_.options.shape));
+}
+
+/// Keeps passes queued while a call runs; an idle lane's pass waits for the bell by a stream memory operation.
+void Lane::pump() {
+  if (running_) {
+    shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
+  } else if (shop_.options.park && pass_.ahead() == 0 && !shop_.health.lost()) {
+    cudaError_t launched = cudaSuccess;
+    const CUresult waits =
+        pass_.park(shop_.driver, reinterpret_cast<CUdeviceptr>(&mailbox_.as<DeviceMailbox>()->bell), launched);
+    shop_.health.good(waits, shop_.driver, "wait for a bell");
+    shop_.health.good(launched, "launch of the call pass");
+  }
+}
+
+}  // namespace moed::cuda

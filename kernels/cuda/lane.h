@@ -1,0 +1,72 @@
+// The host's half of a lane: its memory, its armed call pass, and host calls, which ring the bell that stream calls
+// ring.
+#pragma once
+
+#include <array>
+#include <mutex>
+
+#include "daemon/abi/validate.h"
+#include "kernels/cuda/armed.h"
+#include "kernels/cuda/side.h"
+
+namespace moed::cuda {
+
+/// What lanes share.
+struct Shop {
+  const Driver& driver;
+  Memory& memory;
+  const DeviceWorld& world;
+  const BackendOptions& options;
+  Side& side;
+  Health& health;
+};
+
+class Lane {
+ public:
+  Lane(const Shop& shop, uint32_t number) : shop_(shop), number_(number) {}
+
+  /// Stream and graph.
+  bool make(int priority);
+  const Armed& pass() const { return pass_; }
+
+  // From the control thread.
+  Status open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& why);
+  /// Ends what runs, then frees. False: the GPU did not let go in time, and the memory stays.
+  bool close();
+  void set_dry(bool on);
+  uint64_t arena_bytes() const { return arena_bytes_.load(std::memory_order_relaxed); }
+
+  // From the service loop.
+  Status begin(const Begin& begin, std::string& why);
+  bool poll(CallRecord& out);
+  bool busy() const { return running_.load(std::memory_order_relaxed); }
+  /// Keeps passes queued, so that a bell finds one; from time to time.
+  void tend();
+
+ private:
+  LaneState* state() const { return shop_.world.world().lane + number_; }
+  HostLane& host() const { return shop_.world.board().lane[number_]; }
+  bool give(Allocation& memory, Fd& out, std::string& why);
+  bool allocate(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& why);
+  void copy_in(const Call& c);
+  void zero_out(const Call& c);
+  void collect(CallRecord& out);
+  void pump();
+
+  const Shop& shop_;
+  const uint32_t number_;
+  Armed pass_;
+  std::mutex mutex_;  // control opens and closes, service begins and polls
+  bool open_ = false, dry_ = false;
+  std::atomic<bool> running_{false};
+  ArenaKind kind_ = ArenaKind::host;
+  Allocation arena_, mailbox_;
+  Mapping engine_;  ///< a host arena: what the engine writes and reads
+  std::atomic<uint64_t> arena_bytes_{0};
+  Begin begin_{};
+  Refusal refusal_{};
+  DeviceCall call_{};
+  uint64_t serial_ = 0;  ///< of calls begun on this lane, over all attaches
+};
+
+}  // namespace moed::cuda

@@ -1,0 +1,78 @@
+#include "kernels/cuda/links.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace moed::cuda {
+namespace {
+
+constexpr Nanos kLetGo = 1'000'000'000;  ///< passes end within milliseconds
+
+}  // namespace
+
+/// Whether every pass that had begun when this picture was replaced has ended.
+bool Links::ended(const Old& old) const {
+  for (size_t i = 0; i < streams_.size(); ++i)
+    if (streams_[i]->completed() < old.begun[i]) return false;
+  return true;
+}
+
+void Links::sweep_locked() {
+  std::erase_if(old_, [this](const Old& old) { return ended(old); });
+}
+
+void Links::sweep() {
+  const std::lock_guard lock(mutex_);
+  sweep_locked();
+}
+
+void Links::clear() {
+  const std::lock_guard lock(mutex_);
+  old_.clear();
+  links_.clear();
+}
+
+/// The picture first, then the word that says that it is the present one, then nothing until both are there.
+bool Links::write(uint32_t slot, const std::vector<Link>& links) {
+  Picture picture{};
+  for (size_t r = 0; r < links.size(); ++r) {
+    DeviceLink& link = picture.link[r];
+    if (links[r].mine) link.mine = links[r].mine->memory.as<std::byte>();
+    if (links[r].theirs) link.theirs = links[r].theirs->memory.as<std::byte>();
+    link.session = links[r].session;
+    link.state = links[r].state;
+    link.seen = links[r].seen ? 1 : 0;
+  }
+  const World& w = world_.world();
+  return side_.to_gpu(&w.pictures[slot], &picture, sizeof picture) && side_.word(w.present, slot) && side_.settle();
+}
+
+bool Links::change(const std::function<void(std::vector<Link>&)>& how) {
+  const std::lock_guard lock(mutex_);
+  const uint32_t next = (slot_ + 1) % kPictures;
+  const auto taken = [&] {
+    return std::any_of(old_.begin(), old_.end(), [&](const Old& o) { return o.slot == next; });
+  };
+  for (const Nanos until = now_ns() + kLetGo; taken();) {
+    sweep_locked();
+    if (now_ns() > until) return health_.good(cudaErrorLaunchTimeout, "passes that do not end");
+    std::this_thread::yield();
+  }
+  std::vector<Link> links = links_;
+  how(links);
+  if (!write(next, links)) return false;
+  // A pass says that it has begun before it looks which picture is present: either it has the new one or it is counted.
+  Old& old = old_.emplace_back(Old{std::exchange(links_, std::move(links)), std::exchange(slot_, next), {}});
+  for (const Armed* stream : streams_) old.begun.push_back(stream->begun());
+  sweep_locked();
+  return true;
+}
+
+uint64_t Links::heap_bytes() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t bytes = 0;
+  for (const Link& link : links_) bytes += link.mine ? link.mine->memory.bytes() : 0;
+  return bytes;
+}
+
+}  // namespace moed::cuda

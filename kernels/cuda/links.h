@@ -1,0 +1,61 @@
+// The host's half of links: their state and segments, and the pictures of them that passes read.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/cuda/armed.h"
+#include "kernels/cuda/segments.h"
+#include "kernels/cuda/side.h"
+
+namespace moed::cuda {
+
+struct Link {
+  LinkState state = LinkState::connecting;
+  uint32_t session = 0;
+  bool seen = false;
+  std::shared_ptr<Segment> mine, theirs;
+};
+
+class Links {
+ public:
+  Links(Side& side, Health& health, const DeviceWorld& world, uint32_t ranks)
+      : side_(side), health_(health), world_(world), links_(ranks) {}
+
+  /// Streams whose passes read pictures; all of them, before the first change.
+  void watch(const Armed& stream) { streams_.push_back(&stream); }
+
+  /// Changes the picture: passes that begin from now on read the new one. What the old one alone held is freed when no
+  /// pass that began with it runs any more. False: the GPU does not let go of old pictures.
+  bool change(const std::function<void(std::vector<Link>&)>& how);
+  /// Frees what nothing uses any more.
+  void sweep();
+  /// Drops everything, after the last pass has ended.
+  void clear();
+
+  uint64_t heap_bytes() const;
+
+ private:
+  /// A picture that was replaced: what it keeps alive, where it lies, and how many passes had begun by then.
+  struct Old {
+    std::vector<Link> links;
+    uint32_t slot;
+    std::vector<uint64_t> begun;
+  };
+  bool ended(const Old& old) const;
+  void sweep_locked();
+  bool write(uint32_t slot, const std::vector<Link>& links);
+
+  Side& side_;
+  Health& health_;
+  const DeviceWorld& world_;
+  mutable std::mutex mutex_;
+  std::vector<const Armed*> streams_;
+  std::vector<Link> links_;
+  std::vector<Old> old_;
+  uint32_t slot_ = 0;
+};
+
+}  // namespace moed::cuda

@@ -1,0 +1,83 @@
+// The two passes as graphs: straight chains of kernels, captured once. What a pass has to do is read from GPU memory
+// when it runs, so one graph serves every call. Also the small kernels of the start-up tests.
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/passes.h"
+
+namespace moed::cuda {
+namespace {
+
+__global__ void note(uint32_t* word) { store_u32_release(word, 1); }
+
+/// Block 0 writes version after version of each line, block 1 reads them: in a line that is whole, all words are equal.
+__global__ void line_test(std::byte* lines, uint32_t rounds, unsigned long long* counts) {
+  const uint32_t group = threadIdx.x / kLineLanes;
+  const uint32_t part = threadIdx.x % kLineLanes;
+  std::byte* line = lines + group * kLineBytes;
+  unsigned long long whole = 0;
+  unsigned long long torn = 0;
+  for (uint32_t i = 1; i <= rounds; ++i) {
+    if (blockIdx.x == 0) {
+      store_16(line + part * 16, {i, i});
+      continue;
+    }
+    const ulonglong2 words = load_16(line + part * 16);
+    const uint64_t sequence = __shfl_sync(line_mask(), words.y, kLineLanes - 1, kLineLanes);
+    const bool odd = words.x != sequence || words.y != sequence;
+    const bool any = (__ballot_sync(line_mask(), odd) & line_mask()) != 0;
+    (any ? torn : whole) += 1;
+  }
+  if (blockIdx.x == 0 || part != 0) return;
+  atomicAdd(&counts[0], whole);
+  atomicAdd(&counts[1], torn);
+}
+
+/// Captures what `chain` launches on `stream` and makes it a graph that can be launched.
+template <class Chain>
+cudaError_t capture(cudaStream_t stream, cudaGraphExec_t& out, Chain chain) {
+  cudaError_t e = cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+  if (e != cudaSuccess) return e;
+  chain();
+  cudaGraph_t graph = nullptr;
+  const cudaError_t launched = cudaGetLastError();
+  e = cudaStreamEndCapture(stream, &graph);
+  if (e == cudaSuccess) e = launched;
+  if (e == cudaSuccess) e = cudaGraphInstantiate(&out, graph, 0);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  return e == cudaSuccess ? cudaGraphUpload(out, stream) : e;
+}
+
+}  // namespace
+
+cudaError_t capture_call_pass(const World& w, uint32_t lane, cudaStream_t stream, cudaGraphExec_t& out) {
+  return capture(stream, out, [&] {
+    launch_call_gate(w, lane, stream);
+    launch_routing(w, lane, stream);
+    launch_admit(w, lane, stream);
+    launch_dispatch(w, lane, stream);
+    launch_wait(w, lane, stream);
+    launch_reduce(w, lane, stream);
+    launch_finish(w, lane, stream);
+  });
+}
+
+cudaError_t capture_serve_pass(const World& w, cudaStream_t stream, cudaGraphExec_t& out) {
+  const cudaError_t e = prepare_experts(w.shape);
+  if (e != cudaSuccess) return e;
+  return capture(stream, out, [&] {
+    launch_serve_gate(w, stream);
+    launch_gather(w, stream);
+    launch_plan(w, stream);
+    launch_experts(w, stream);
+    launch_send(w, stream);
+    launch_returns(w, stream);
+  });
+}
+
+void launch_note(uint32_t* word, cudaStream_t stream) { note<<<1, 1, 0, stream>>>(word); }
+
+void launch_line_test(std::byte* lines, uint32_t count, uint32_t rounds, unsigned long long* counts,
+                      cudaStream_t stream) {
+  line_test<<<2, count * kLineLanes, 0, stream>>>(lines, rounds, counts);
+}
+
+}  // namespace moed::cuda

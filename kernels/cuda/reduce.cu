@@ -1,0 +1,331 @@
+// The call pass from the wait to its end: return lines, the sum in rank order, the norm, the record.
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/passes.h"
+
+namespace moed::cuda {
+namespace {
+
+constexpr uint32_t kWaitThreads = 128, kReduceThreads = 256, kReduceBlocks = 264, kFinishThreads = 128;
+constexpr uint32_t kLineValues = kLinePayload / 2;  ///< BF16 values of one line of a partial
+
+__device__ void add_saturating(uint32_t& total, uint64_t v) { total = saturated(uint64_t{total} + v); }
+
+/// Whether what was sent with `awaited` can still be answered over the link as it is now.
+__device__ bool still_there(const DeviceLink& now, uint64_t awaited) {
+  return now.session == awaited >> kSessionShift && (now.state == LinkState::ready || now.state == LinkState::mapped);
+}
+
+/// What a look of the waiting block has found out.
+struct Look {
+  RankSet waiting, in, out;
+  uint32_t took[kMaxRanks];  ///< of the ranks whose line came in this look: what they say it took them
+  RankSet came;
+  uint32_t refused;  ///< 1 + a rank that answered with a status of its own
+};
+
+/// Eight lanes look at rank r's return line and take it when it is the one awaited.
+__device__ void look_at(const World& w, LaneState& s, uint32_t lane, uint32_t r, uint64_t now, Look& look) {
+  const uint32_t part = threadIdx.x % kLineLanes;
+  const DeviceLink& link = w.pictures[s.picture].link[r];
+  const uint64_t awaited = s.awaited[r];
+  const Picture& present = w.pictures[load_u32_acquire(w.present)];
+  const bool there = still_there(link, awaited) && still_there(present.link[r], awaited);
+  ulonglong2 words = {0, 0};
+  uint64_t found = 0;
+  if (still_there(link, awaited) &&
+      wait_line(link.mine + w.layout.return_line(lane), awaited, 0, words, found) == Seen::same) {
+    // ReturnLine: status, rows, pass_rows, pass_sources | queue, experts, send.
+    const auto status = static_cast<uint32_t>(__shfl_sync(line_mask(), words.x, 0, kLineLanes));
+    if (part != 1) return;
+    CallRecord::Peer& peer = s.record.peer[r];
+    const auto queue = static_cast<uint32_t>(words.x);
+    const auto experts = static_cast<uint32_t>(words.x >> 32);
+    const auto send = static_cast<uint32_t>(words.y);
+    add_saturating(peer.wait, now > s.waited_from ? now - s.waited_from : 0);
+    add_saturating(peer.queue, queue);
+    add_saturating(peer.experts, experts);
+    add_saturating(peer.send, send);
+    look.took[r] = saturated(uint64_t{queue} + experts + send);
+    add_atomic(look.came, r);
+    remove_atomic(look.waiting, r);
+    add_atomic(look.in, r);
+    if (status != 0) {
+      s.record.value = status;  // a peer's word is reported, never taken for our own status
+      look.refused = r + 1;
+    }
+  } else if (!there && part == 0) {
+    remove_atomic(look.waiting, r);
+    add_atomic(look.out, r);
+    add_saturating(s.record.peer[r].wait, now > s.waited_from ? now - s.waited_from : 0);
+    s.record.last = r;
+  }
+}
+
+/// Of several return lines that a look finds at once, the one that says it was slowest counts as the last.
+__device__ void note_last(const World& w, LaneState& s, Look& look) {
+  if (empty(look.came)) return;
+  uint32_t slowest = 0;
+  for (uint32_t r = 0; r < w.ranks; ++r) {
+    if (!has(look.came, r) || look.took[r] < slowest) continue;
+    slowest = look.took[r];
+    s.record.last = r;
+  }
+  look.came = {};
+}
+
+/// Every rank that did not answer was last, too, and leaves a fault.
+__device__ void give_up(const World& w, LaneState& s, uint32_t lane, const Look& look, uint64_t now) {
+  for (uint32_t r = 0; r < w.ranks; ++r) {
+    if (!has(look.waiting, r)) continue;
+    add_saturating(s.record.peer[r].wait, now - s.waited_from);
+    s.record.last = r;
+    const DeviceLink& link = w.pictures[s.picture].link[r];
+    const uint64_t seen =
+        still_there(link, s.awaited[r])
+            ? load_u64(reinterpret_cast<const uint64_t*>(link.mine + w.layout.return_line(lane) + kLinePayload))
+            : 0;
+    report_fault(w, {Awaited::return_line, r, lane, 0, s.awaited[r], seen, now - s.waited_from});
+  }
+}
+
+/// The decision, by one thread, once: what the call does from here. False: it goes on waiting.
+__device__ bool decide(const World& w, LaneState& s, uint32_t lane, Look& look, uint64_t now) {
+  note_last(w, s, look);
+  if (look.refused != 0) {
+    s.named = {};
+    add_atomic(s.named, look.refused - 1);
+    s.ended = Status::internal;
+  } else if (!empty(look.out) && w.drop == 0) {
+    s.named = look.out;
+    s.ended = Status::peer_lost;
+  } else if (empty(look.waiting)) {
+    s.mode = Mode::reduce;
+    s.decided = now;
+    return true;
+  } else if (now >= s.deadline) {
+    s.named = look.waiting;
+    s.ended = Status::peer_timeout;
+    give_up(w, s, lane, look, now);
+  } else {
+    return false;
+  }
+  s.mode = Mode::fail;
+  s.decided = now;
+  return true;
+}
+
+/// Waits for the return lines of the present piece; alone decides which ranks are in and which are out.
+__global__ void wait_returns(const __grid_constant__ World w, uint32_t lane) {
+  LaneState& s = w.lane[lane];
+  if (s.mode != Mode::piece && s.mode != Mode::wait) return;
+  __shared__ Shared<Look> shared;
+  Look& look = shared.get();
+  const uint64_t started = global_time();
+  if (threadIdx.x == 0) {
+    look.waiting = s.waiting;
+    look.in = s.in;
+    look.out = s.out;
+    look.came = {};
+    look.refused = 0;
+    if (s.sent == 0) {
+      s.sent = 1;
+      s.waited_from = started;
+      s.record.phase_ns[0] += started - (s.done == 0 ? s.seen : s.decided);
+    }
+    s.mode = Mode::wait;
+  }
+  __syncthreads();
+  wait_block(started + kGateNs, w.disarm, &s.disarm, [&](uint64_t now) {
+    for (uint32_t r = threadIdx.x / kLineLanes; r < w.ranks; r += blockDim.x / kLineLanes)
+      if (has(look.waiting, r)) look_at(w, s, lane, r, now, look);
+    __syncthreads();
+    const bool decided = threadIdx.x == 0 && decide(w, s, lane, look, now);
+    return decided;
+  });
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  s.waiting = look.waiting;
+  s.in = look.in;
+  s.out = look.out;
+  if (load_u32(&s.disarm) != 0 || load_u32(w.disarm) != 0) s.mode = Mode::none;  // abandoned: out is nobody's any more
+}
+
+/// Sums values [8 * part, 8 * part + 8) of line l over the ranks in, in rank order. False: a partial is not there.
+__device__ bool sum_line(const World& w, LaneState& s, uint32_t lane, uint32_t token, uint32_t l, uint64_t until,
+                         float (&sum)[8]) {
+  for (uint32_t i = 0; i < 8; ++i) sum[i] = 0.0F;
+  for (uint32_t r = 0; r < w.ranks; ++r) {
+    if (!has(s.in, r) || (s.bitmap[r][token / 32] >> (token % 32) & 1) == 0) continue;
+    const std::byte* lines = w.pictures[s.picture].link[r].mine + w.layout.partial(lane, token);
+    ulonglong2 words;
+    uint64_t found = 0;
+    if (wait_line(lines + l * kLineBytes, s.awaited[r], until, words, found) != Seen::same) {
+      if (threadIdx.x % kLineLanes == 0) {
+        s.broken = r + 1;
+        report_fault(w, {Awaited::partial, r, lane, token, s.awaited[r], found, global_time() - s.decided});
+      }
+      return false;
+    }
+    for (uint32_t i = 0; i < 4; ++i) sum[i] += bf16_to_float(static_cast<uint16_t>(words.x >> (16 * i)));
+    for (uint32_t i = 0; i < 4; ++i) sum[4 + i] += bf16_to_float(static_cast<uint16_t>(words.y >> (16 * i)));
+  }
+  return true;
+}
+
+/// Adds up one value per thread in a fixed order; every thread gets the sum.
+__device__ double block_sum(double v, double* shared) {
+  for (uint32_t i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xFFFFFFFFU, v, i);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+  __syncthreads();
+  double sum = 0.0;
+  for (uint32_t i = 0; i < blockDim.x / 32; ++i) sum += shared[i];
+  __syncthreads();
+  return sum;
+}
+
+/// One token of the piece: sum in rank order, one rounding, then RMSNorm where the shape and the call want it.
+__device__ void reduce_token(const World& w, LaneState& s, uint32_t lane, uint32_t token, uint16_t* row, double* shared,
+                             uint64_t until) {
+  const uint32_t n = w.shape.latent;
+  const uint32_t part = threadIdx.x % kLineLanes;
+  const Call& c = s.now.call;
+  double squares = 0.0;  // in FP32 the squares of very small and very large rows would be lost
+  for (uint32_t l = threadIdx.x / kLineLanes; l < w.layout.partial_lines; l += blockDim.x / kLineLanes) {
+    float sum[8];
+    if (!sum_line(w, s, lane, token, l, until, sum)) continue;
+    const uint32_t values = part == kLineLanes - 1 ? 4 : 8;
+    for (uint32_t i = 0; i < values; ++i) {
+      const uint32_t column = l * kLineValues + part * 8 + i;
+      if (column >= n) break;
+      row[column] = float_to_bf16(sum[i]);
+      const double v = bf16_to_float(row[column]);
+      squares += v * v;
+    }
+  }
+  const double total = block_sum(squares, shared);
+  const bool norm = w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0 && total != 0.0;
+  const uint32_t m = c.layer - w.shape.first_layer;
+  const uint16_t* gamma = c.layer != kIdentityLayer && m < w.model_layers ? w.layers[m].norm : nullptr;
+  const double rstd = norm ? 1.0 / sqrt(total / n + static_cast<double>(w.shape.norm_eps)) : 1.0;
+  auto* out = reinterpret_cast<uint16_t*>(s.arena + c.out) + (uint64_t{s.done} + token) * n;
+  for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
+    const double g = gamma == nullptr ? 1.0 : static_cast<double>(bf16_to_float(gamma[i]));
+    out[i] = norm ? float_to_bf16(static_cast<float>(static_cast<double>(bf16_to_float(row[i])) * rstd * g)) : row[i];
+  }
+  __syncthreads();
+}
+
+__device__ void zero_rows(const World& w, LaneState& s, uint64_t first, uint64_t end) {
+  auto* out = reinterpret_cast<uint4*>(s.arena + s.now.call.out);
+  const uint64_t row = uint64_t{w.shape.latent} * 2 / sizeof(uint4);
+  for (uint64_t i = first * row + uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < end * row;
+       i += uint64_t{gridDim.x} * blockDim.x)
+    out[i] = uint4{0, 0, 0, 0};
+}
+
+__global__ void reduce(const __grid_constant__ World w, uint32_t lane) {
+  extern __shared__ __align__(16) uint16_t row[];
+  __shared__ double shared[kReduceThreads / 32];
+  LaneState& s = w.lane[lane];
+  if (s.mode == Mode::fail && s.now.may_zero != 0) zero_rows(w, s, 0, s.now.call.tokens);
+  if (s.mode != Mode::reduce) return;
+  const uint64_t until = global_time() + kPartialsNs;
+  for (uint32_t t = blockIdx.x; t < s.tokens; t += gridDim.x) reduce_token(w, s, lane, t, row, shared, until);
+  if (s.done + s.tokens == s.valid) zero_rows(w, s, s.valid, s.now.call.tokens);
+}
+
+/// (token, rank) contributions that the ranks out would have given.
+__device__ uint32_t count_dropped(const World& w, const LaneState& s) {
+  uint32_t n = 0;
+  for (uint32_t r = 0; r < w.ranks; ++r)
+    for (uint32_t k = 0; has(s.out, r) && k < kMaxTokens / 32; ++k) n += __popc(s.bitmap[r][k]);
+  return n;
+}
+
+/// What the record says beyond times; fields that a status does not name are 0.
+__device__ void settle_record(LaneState& s, uint64_t now) {
+  CallRecord& r = s.record;
+  const Status status = s.ended;
+  const bool names_route = status == Status::bad_route || status == Status::masked;
+  if (!names_route) r.token = r.slot = 0;
+  if (!names_route) r.limit = 0;
+  if (!names_route && status != Status::internal) r.value = 0;
+  if (status != Status::degraded) r.dropped = 0;
+  r.ranks[0] = s.named.word[0];
+  r.ranks[1] = s.named.word[1];
+  r.number = s.now.number;
+  r.count = s.count;
+  r.kind = s.now.call.kind;
+  r.layer = s.now.call.layer;
+  r.tokens = s.now.call.tokens;
+  r.status = static_cast<uint32_t>(status);
+  r.total_ns = now - s.seen;
+}
+
+/// After a piece: whether another follows or the call has ended.
+__device__ void settle_piece(const World& w, LaneState& s, uint64_t now) {
+  s.sent = 0;
+  s.record.phase_ns[1] += s.decided - s.waited_from;
+  s.record.phase_ns[2] += now - s.decided;
+  s.decided = now;
+  if (s.broken != 0) {  // the next pass writes zeros and ends the call
+    s.named = {};
+    add_atomic(s.named, s.broken - 1);
+    s.ended = Status::internal;
+    return;
+  }
+  if (!empty(s.out)) {
+    s.good = Status::degraded;
+    s.record.dropped += count_dropped(w, s);
+    s.named.word[0] |= s.out.word[0];
+    s.named.word[1] |= s.out.word[1];
+  }
+  s.done += s.tokens;
+  if (s.done == s.valid) s.ended = s.good;
+}
+
+/// Ends the pass, and the call when it has come to its end: record to the host, then done.
+__global__ void finish(const __grid_constant__ World w, uint32_t lane) {
+  LaneState& s = w.lane[lane];
+  HostLane& host = w.board->lane[lane];
+  __shared__ bool ended;
+  if (threadIdx.x == 0) {
+    const uint64_t now = global_time();
+    const bool failed = s.mode == Mode::fail;
+    if (s.mode == Mode::reduce) settle_piece(w, s, now);
+    ended = failed || (s.mode == Mode::reduce && s.ended != Status::pending && s.broken == 0);
+    if (ended) {
+      settle_record(s, now);
+      s.running = s.sent = 0;
+    }
+  }
+  __syncthreads();
+  if (ended) {
+    const auto* from = reinterpret_cast<const uint4*>(&s.record);
+    auto* to = reinterpret_cast<uint4*>(&host.record);
+    const uint32_t used = (offsetof(CallRecord, peer) + w.ranks * sizeof(CallRecord::Peer) + 15) / 16;
+    for (uint32_t i = threadIdx.x; i < used; i += blockDim.x) to[i] = from[i];
+    fence_system();
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (ended) {
+    store_u32_release(&s.mailbox->done, 1);
+    store_u64_release(&host.done, s.now.number);
+  }
+  store_u64_release(&host.completed, s.passes);
+}
+
+}  // namespace
+
+void launch_wait(const World& w, uint32_t lane, cudaStream_t stream) {
+  wait_returns<<<1, kWaitThreads, 0, stream>>>(w, lane);
+}
+void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream) {
+  reduce<<<kReduceBlocks, kReduceThreads, w.shape.latent * sizeof(uint16_t), stream>>>(w, lane);
+}
+void launch_finish(const World& w, uint32_t lane, cudaStream_t stream) {
+  finish<<<1, kFinishThreads, 0, stream>>>(w, lane);
+}
+
+}  // namespace moed::cuda

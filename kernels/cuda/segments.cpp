@@ -1,0 +1,157 @@
+#include "kernels/cuda/segments.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "kernels/cuda/passes.h"
+
+namespace moed::cuda {
+namespace {
+
+constexpr uint32_t kTestRounds = 1000;  ///< of 64 lines: 64,000 reads beside as many writes, under 1 ms
+
+/// Segments that ranks of one process pass to each other by number.
+struct Shared {
+  std::mutex mutex;
+  uint64_t last = 0;
+  std::map<uint64_t, std::weak_ptr<Segment>> segments;
+};
+Shared& shared() {
+  static Shared all;
+  return all;
+}
+
+uint64_t share(const std::shared_ptr<Segment>& segment) {
+  const std::lock_guard lock(shared().mutex);
+  if (segment->id == 0) segment->id = ++shared().last;
+  shared().segments[segment->id] = segment;
+  return segment->id;
+}
+
+std::shared_ptr<Segment> find_shared(uint64_t id) {
+  const std::lock_guard lock(shared().mutex);
+  const auto at = shared().segments.find(id);
+  return at == shared().segments.end() ? nullptr : at->second.lock();
+}
+
+constexpr uint32_t bit(HandleKind kind) { return 1U << static_cast<uint32_t>(kind); }
+
+}  // namespace
+
+Segment::~Segment() {
+  if (id == 0) return;
+  const std::lock_guard lock(shared().mutex);
+  shared().segments.erase(id);
+}
+
+bool Segments::choose(std::string& why) {
+  kinds_ = probe_handle_kinds(memory_, why);
+  kind_ = options_.handles.value_or((kinds_ & bit(HandleKind::fabric)) != 0 ? HandleKind::fabric : HandleKind::cuda_fd);
+  if ((kinds_ & bit(kind_)) == 0) return false;
+  if (options_.handles) kinds_ = bit(kind_);
+  if (options_.in_process) kinds_ |= bit(HandleKind::address);
+  return true;
+}
+
+SegmentHeader Segments::header(uint32_t owner, uint32_t writer) const {
+  SegmentHeader header;
+  header.owner = owner;
+  header.writer = writer;
+  header.bytes = layout_.bytes;
+  header.digest = layout_digest(layout_);
+  return header;
+}
+
+std::shared_ptr<Segment> Segments::make_plain(uint64_t bytes, std::string& why) {
+  auto segment = std::make_shared<Segment>();
+  segment->memory = memory_.make(bytes, kind_, why);
+  if (!segment->memory) return nullptr;
+  if (side_.zero(segment->memory.as<std::byte>(), bytes) && side_.settle()) return segment;
+  why = health_.text();
+  return nullptr;
+}
+
+std::shared_ptr<Segment> Segments::make(uint32_t writer, std::string& why) {
+  std::shared_ptr<Segment> segment = make_plain(layout_.bytes, why);
+  if (!segment) return nullptr;
+  const SegmentHeader first = header(options_.rank, writer);
+  if (side_.to_gpu(segment->memory.as<std::byte>(), &first, sizeof first) && side_.settle()) return segment;
+  why = health_.text();
+  return nullptr;
+}
+
+bool Segments::give(const std::shared_ptr<Segment>& segment, Handle& out, std::string& why) {
+  out.bytes = segment->memory.bytes();
+  if (options_.in_process) {
+    out.kind = HandleKind::address;
+    const uint64_t id = share(segment);
+    std::memcpy(out.token.data(), &id, sizeof id);
+    return true;
+  }
+  out.kind = kind_;
+  return kind_ == HandleKind::fabric ? memory_.export_fabric(segment->memory, out.token, why)
+                                     : memory_.export_fd(segment->memory, out.fd, why);
+}
+
+Status Segments::import(const Handle& handle, Allocation& out, std::string& why) {
+  if (handle.bytes != layout_.bytes) {
+    why = "a handle of " + std::to_string(handle.bytes) + " bytes, here " + std::to_string(layout_.bytes);
+    return Status::internal;
+  }
+  if (handle.kind == HandleKind::address && options_.in_process) {
+    uint64_t id = 0;
+    std::memcpy(&id, handle.token.data(), sizeof id);
+    const std::shared_ptr<Segment> segment = find_shared(id);
+    why = "the memory behind a handle is gone";
+    if (segment) out = memory_.import_local(segment->memory, why);
+  } else if (handle.kind == HandleKind::cuda_fd) {
+    out = memory_.import_fd(handle.fd, handle.bytes, why);
+  } else if (handle.kind == HandleKind::fabric) {
+    out = memory_.import_fabric(handle.token, handle.bytes, why);
+  } else {
+    why = "handle kind " + std::to_string(static_cast<uint32_t>(handle.kind)) + ", here cuda fd (2) and fabric (3)";
+  }
+  return out ? Status::ok : Status::unsupported;
+}
+
+Status Segments::take(uint32_t owner, const Handle& handle, std::shared_ptr<Segment>& out, std::string& why) {
+  out = std::make_shared<Segment>();
+  if (const Status s = import(handle, out->memory, why); s != Status::ok) return s;
+  SegmentHeader found;
+  const SegmentHeader wanted = header(owner, options_.rank);
+  if (!side_.from_gpu(&found, out->memory.as<std::byte>(), sizeof found)) {
+    why = health_.text();
+    return Status::device_lost;
+  }
+  if (std::memcmp(&found, &wanted, sizeof found) != 0) {
+    why = "segment of rank " + std::to_string(owner) + " has another header: layout digest " +
+          std::to_string(found.digest) + ", here " + std::to_string(wanted.digest);
+    return Status::internal;
+  }
+  return test_lines(*out, why) ? Status::ok : Status::unsupported;
+}
+
+/// The lines lie among the rows of lane 0: their numbers belong to no session, so nobody ever takes them for a row.
+bool Segments::test_lines(const Segment& segment, std::string& why) {
+  const auto room = static_cast<uint32_t>(std::min<uint64_t>((layout_.bytes - layout_.rows) / kLineBytes, kTestLines));
+  const Allocation counts = memory_.make(2 * sizeof(uint64_t), std::nullopt, why);
+  if (!counts) return false;
+  uint64_t found[2] = {};
+  auto* const to = counts.as<unsigned long long>();
+  if (side_.zero(to, sizeof found)) {
+    launch_line_test(segment.memory.as<std::byte>() + layout_.rows, room, kTestRounds, to, side_.stream());
+    health_.good(cudaGetLastError(), "line test");
+  }
+  if (!side_.from_gpu(found, to, sizeof found)) {
+    why = health_.text();
+    return false;
+  }
+  if (found[1] == 0 && found[0] == uint64_t{room} * kTestRounds) return true;
+  why = std::to_string(found[1]) + " of " + std::to_string(found[0] + found[1]) +
+        " lines of 128 bytes arrived in parts; moed needs NVLink between the GPUs of a world, not PCIe";
+  return false;
+}
+
+}  // namespace moed::cuda

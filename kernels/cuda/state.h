@@ -1,0 +1,216 @@
+// What host and GPU share: the constants of a back end, the state of its passes in GPU memory, and the board in host
+// memory on which the GPU writes what has ended. Passes are chains of kernels; each kernel reads what the one before it
+// left here, so nothing but constants goes in by argument.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "daemon/abi/mailbox.h"
+#include "daemon/abi/record.h"
+#include "kernels/backend.h"
+#include "kernels/heap.h"
+#include "kernels/steps.h"
+
+namespace moed::cuda {
+
+/// One end of a link as passes see it.
+struct DeviceLink {
+  std::byte* mine;    ///< what that rank writes here
+  std::byte* theirs;  ///< what we write there
+  uint32_t session;
+  LinkState state;
+  uint32_t seen;  ///< was ready once
+  uint32_t pad;
+};
+
+/// An immutable picture of all links. A pass keeps the one that it began with; the host writes a new one beside it and
+/// then the word that says which is present.
+struct Picture {
+  DeviceLink link[kMaxRanks];
+};
+inline constexpr uint32_t kPictures = 32;
+
+/// One layer's weights. experts: nullptr: identity; else this rank's, expert_bytes() each, in the order of
+/// ExpertOffsets. norm: BF16 [L]; nullptr: 1.
+struct DeviceLayer {
+  const uint8_t* experts;
+  const uint16_t* norm;
+};
+
+/// Where an expert's six tensors lie in its block.
+struct ExpertOffsets {
+  uint64_t w1, w1_scale, w3, w3_scale, w2, w2_scale;
+};
+MOED_HD constexpr ExpertOffsets expert_offsets(const Shape& s) {
+  const uint64_t packed = uint64_t{s.intermediate} * s.latent / 2;
+  const uint64_t scales = uint64_t{s.intermediate} * s.latent / kBlock;
+  return {0, packed, packed + scales, 2 * packed + scales, 2 * (packed + scales), 3 * packed + 2 * scales};
+}
+
+/// A call as the gate finds it: by the host for host calls, by registration for stream calls. Its fields are checked.
+struct DeviceCall {
+  Call call;
+  uint64_t number;
+  uint64_t timeout_ns;
+  Status forced;      ///< not ok: ends at once with this
+  uint32_t dry;       ///< checked, then ends
+  uint32_t may_zero;  ///< out lies within the arena
+  uint32_t pad;
+};
+static_assert(sizeof(DeviceCall) % 16 == 0);
+
+inline constexpr uint32_t kHostBell = 0x40000000U;  ///< bell: the host's own record, beside those of stream calls
+
+/// What the kernels of a pass have to do.
+enum class Mode : uint32_t {
+  none,    ///< nothing has come
+  start,   ///< a new call: copy and check its routing
+  piece,   ///< dispatch the next piece
+  wait,    ///< go on waiting for one that an earlier pass dispatched
+  reduce,  ///< all that will answer have answered
+  fail,    ///< zeros, and the end
+};
+
+/// The state of one lane's call pass.
+struct LaneState {
+  // By the host, while nothing is armed:
+  DeviceMailbox* mailbox;
+  std::byte* arena;
+  uint64_t arena_bytes;
+  // By the host at any time:
+  alignas(128) uint32_t disarm;
+  DeviceCall host_call;
+  // By the passes:
+  alignas(128) DeviceCall now;
+  Mode mode;
+  uint32_t running;  ///< a call is between its bell and its end
+  uint32_t sent;     ///< the present piece is dispatched
+  uint32_t picture;
+  uint64_t count;          ///< of the lane; goes on over attaches
+  uint32_t valid;          ///< tokens that are not padding
+  uint32_t done;           ///< tokens of finished pieces
+  uint32_t tokens;         ///< of the present piece
+  Status ended;            ///< pending: it goes on
+  Status good;             ///< what a call that worked ends as
+  uint32_t broken;         ///< 1 + a rank whose partial was not there although its return line was
+  unsigned long long bad;  ///< first slot with an id out of range; ~0: none
+  uint64_t seen, deadline, waited_from, decided;  ///< global_time
+  RankSet needed, waiting, in, out, named;
+  uint64_t awaited[kMaxRanks];  ///< sequence of the present piece, by rank
+  uint64_t passes;              ///< begun on this lane
+  alignas(16) CallRecord record;
+  uint32_t bitmap[kMaxRanks][kMaxTokens / 32];  ///< of the present piece: tokens that have a row at that rank
+};
+
+/// Which call lines were seen, taken, and are worth lingering for.
+struct Watch {
+  uint64_t served;   ///< sequence taken last
+  uint64_t pending;  ///< sequence seen and not taken; 0: none
+  uint64_t since;    ///< end of the last look that did not show it
+  uint64_t again;    ///< not to be taken before this time: its rows were incomplete
+  uint32_t recent;   ///< passes that it may still miss before nobody lingers for it
+  uint32_t retries;  ///< passes in a row in which its rows were incomplete
+};
+
+/// One call in a serve pass.
+struct DeviceSource {
+  uint32_t rank, lane;
+  uint64_t sequence;
+  CallLine call;
+  const std::byte* rows_segment;
+  std::byte* answer_segment;
+  uint64_t queue_ns;
+  uint32_t first_row, rows;
+  uint32_t status;      ///< Status
+  uint32_t incomplete;  ///< 0, or why it is not served in this pass: kMissing, kOvertaken
+};
+inline constexpr uint32_t kMissing = 1, kOvertaken = 2;  ///< a row did not come; a newer call overwrites it
+
+struct Place {
+  uint32_t source, token;
+};
+
+/// Pairs of one (layer, local expert): [first, first + count) of Serve::pairs.
+struct Group {
+  uint32_t layer, expert, first, count;
+};
+
+struct RowSlot {
+  uint32_t row, slot;
+};
+
+/// The state of the serve pass.
+struct ServeState {
+  uint32_t sources, rows, next;
+  uint32_t groups, pairs;
+  uint64_t last_look, first_pending;
+  uint64_t gather, experts, send;  ///< global_time at which each began
+  uint64_t passes;                 ///< begun
+  uint64_t records;                ///< passes that served somebody
+};
+
+/// A wait that ended in vain: who waited, for whom, for what.
+struct DeviceFault {
+  WaitFault fault;
+  uint64_t number;  ///< of the fault, from 1; written last
+};
+
+inline constexpr uint32_t kServeRecords = 1024, kFaults = 64;
+
+/// Host memory that the GPU writes. Every word has one writer.
+struct HostLane {
+  alignas(128) CallRecord record;
+  alignas(128) uint64_t done;              ///< calls ended, after record
+  alignas(128) uint64_t begun, completed;  ///< passes
+};
+struct Board {
+  HostLane lane[kMaxLanes + 1];
+  ServeRecord served[kServeRecords];
+  alignas(128) uint64_t records;
+  alignas(128) uint64_t begun, completed, serving;  ///< passes; serving: the last one that found a source
+  DeviceFault fault[kFaults];
+};
+
+/// The constants of a back end, and where everything lies. Passed to every kernel.
+struct World {
+  Shape shape;
+  SegmentLayout layout;
+  RowLayout row;
+  uint32_t rank, ranks;
+  uint32_t first, local;  ///< experts of this rank: [first, first + local)
+  uint32_t max_call_tokens;
+  uint32_t drop;  ///< on_lost_rank
+  uint32_t max_rows, max_pairs;
+  uint32_t row_stride;  ///< bytes of a gathered row: whole lines' payload
+  uint64_t linger_ns;
+  uint64_t experts_delay_ns, send_delay_ns, call_delay_ns;
+  Picture* pictures;
+  uint32_t* present;          ///< index of the present picture
+  uint32_t* disarm;           ///< not 0: every gate and wait ends
+  uint64_t* faults;           ///< counted on the device
+  LaneState* lane;            ///< [lanes_all]
+  int32_t* ids;               ///< [lanes_all, max_call_tokens, K], private and checked
+  float* weights;             ///< the same
+  const DeviceLayer* layers;  ///< [layers]
+  uint32_t model_layers;      ///< entries of it; the others are identity
+  Board* board;
+  // Serve pass
+  ServeState* serve;
+  Watch* watch;           ///< [ranks, lanes_all]
+  DeviceSource* source;   ///< as many
+  Place* place;           ///< [max_rows]
+  uint8_t* gathered;      ///< [max_rows, row_stride]: ids, weights, scales, codes
+  uint32_t* key_count;    ///< [layers * local], zeros between passes
+  uint32_t* key_first;    ///< the same
+  uint32_t* pair_key;     ///< [max_rows, K]
+  uint32_t* pair_rank;    ///< [max_rows, K]: place within its key
+  uint32_t* pair_of;      ///< [max_rows, K]: index into pair, kNoPair
+  RowSlot* pair;          ///< [max_pairs]
+  Group* group;           ///< [max_pairs]
+  uint8_t* middle;        ///< [max_pairs, I]: E4M3 codes of the intermediate
+  uint8_t* middle_scale;  ///< [max_pairs, I / 32]
+  float* product;         ///< [max_pairs, L], not yet weighted
+};
+
+}  // namespace moed::cuda
