@@ -237,9 +237,10 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       return {Status::version, "model digest " + hex(std::span(a.model_digest).first(8)) +
                                    ".. expected, this daemon serves " +
                                    hex(std::span(options_.info.model_digest).first(8)) + ".."};
-    if (a.arena_kind != static_cast<uint32_t>(ArenaKind::host))
-      return {Status::unsupported,
-              "arena kind " + std::to_string(a.arena_kind) + "; a CPU daemon has host memory (0) only"};
+    if (a.arena_kind > static_cast<uint32_t>(ArenaKind::gpu) || (a.arena_kind != 0 && !cuda()))
+      return {Status::unsupported, "arena kind " + std::to_string(a.arena_kind) +
+                                       (cuda() ? "; a CUDA daemon has host (0) and GPU memory (1)"
+                                               : "; a CPU daemon has host memory (0) only")};
     if (bytes > options_.arena_bytes)
       return {Status::no_memory, "an arena of " + std::to_string(bytes) + " bytes, limits.arena_mb allows " +
                                      std::to_string(options_.arena_bytes)};
@@ -249,6 +250,8 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
                                      std::to_string(options_.slots * arena_slot(options_.shape, 0, 1).end)};
     return {Status::ok, ""};
   }
+
+  bool cuda() const { return options_.info.backend != 0; }
 
   uint32_t free_lane() const {
     for (uint32_t lane = 1; lane < taken_.size(); ++lane)
@@ -268,7 +271,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     LaneMemory memory;
     Mapping box;
     if (status == Status::ok) {
-      status = backend_.open_lane(static_cast<int>(lane), ArenaKind::host, bytes, memory);
+      status = backend_.open_lane(static_cast<int>(lane), static_cast<ArenaKind>(a.arena_kind), bytes, memory);
       if (status != Status::ok) text = backend_.last_error();
     }
     if (status == Status::ok) {
@@ -282,7 +285,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     if (status != Status::ok) return reject(c, a, status, text);
     c->name = field_text(a.name);
     c->dry = a.dry != 0;
-    return grant(c, lane, memory, std::move(box));
+    return grant(c, a.arena_kind, lane, memory, std::move(box));
   }
 
   bool reject(const ConnectionPtr& c, const Attach& a, Status status, const std::string& text) {
@@ -296,9 +299,12 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     return send_message(c->socket.native_handle(), &reply, sizeof reply);
   }
 
-  bool grant(const ConnectionPtr& c, uint32_t lane, const LaneMemory& memory, Mapping box) {
+  bool grant(const ConnectionPtr& c, uint32_t arena_kind, uint32_t lane, const LaneMemory& memory, Mapping box) {
+    std::vector<int> fds{memory.host_mailbox.get()};
+    if (memory.device_mailbox) fds.push_back(memory.device_mailbox.get());
+    fds.push_back(memory.arena.get());
     Attached reply;
-    reply.descriptors = 2;
+    reply.descriptors = static_cast<uint32_t>(fds.size());
     reply.deadline_ms = options_.deadline_ms;
     reply.first_deadline_ms = options_.first_deadline_ms;
     reply.info = options_.info;
@@ -309,7 +315,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     header.magic = kMailboxMagic;
     header.abi = kAbi;
     header.bytes = sizeof(HostMailbox);
-    header.arena_kind = static_cast<uint32_t>(ArenaKind::host);
+    header.arena_kind = arena_kind;
     header.arena_bytes = memory.arena_bytes;
     header.incarnation.store(options_.info.incarnation, std::memory_order_release);
     taken_[lane] = Taken::yes;
@@ -318,7 +324,6 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     service_.attach(lane, std::move(box));
     log_info("engine attached",
              {{"lane", lane}, {"name", c->name}, {"pid", c->pid}, {"arena_bytes", memory.arena_bytes}});
-    const int fds[] = {memory.host_mailbox.get(), memory.arena.get()};
     return send_message(c->socket.native_handle(), &reply, sizeof reply, fds);
   }
 

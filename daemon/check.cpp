@@ -110,6 +110,17 @@ uint32_t own_experts(const Config& config, const Shape& shape) {
   return first_expert(shape, config.rank + 1, config.ranks()) - first_expert(shape, config.rank, config.ranks());
 }
 
+/// The CUDA back end speaks for itself; without it the build is what is missing first.
+void add_gpu_lacks(const MachineFacts& facts, std::vector<std::string>& out) {
+  if (facts.gpu) {
+    for (const std::string& sentence : *facts.gpu) out.push_back("gpu: " + sentence);
+    return;
+  }
+  out.push_back("cuda: this build has the cpu back end only; use a build with CUDA or set backend to cpu");
+  if (!facts.cuda_driver)
+    out.push_back("cuda: libcuda.so.1 does not load; install the NVIDIA driver or set backend to cpu");
+}
+
 }  // namespace
 
 uint64_t arena_bytes(const Config& config) { return uint64_t{config.limits.lanes} * config.limits.arena_mb * kMib; }
@@ -154,8 +165,7 @@ std::vector<std::string> missing(const Config& config, const Backend::Memory& pl
   if (cpu >= 0 && std::find(facts.cpus.begin(), facts.cpus.end(), cpu) == facts.cpus.end())
     out.push_back("cpus: service.cpu = " + std::to_string(cpu) +
                   " is not a CPU that this process may use; set another or -1");
-  if (config.backend == BackendKind::cuda && !facts.cuda_driver)
-    out.push_back("cuda: libcuda.so.1 does not load; install the NVIDIA driver or set backend to cpu");
+  if (config.backend == BackendKind::cuda) add_gpu_lacks(facts, out);
   if (!facts.futex_waitv)
     out.push_back(
         "futex_waitv: missing, so that a sleeping daemon wakes up to 1 ms late; use Linux 5.16 or newer and allow it");

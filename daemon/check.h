@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,8 +16,9 @@ struct MachineFacts {
   uint64_t open_files = 0;       ///< soft limit of descriptors
   std::vector<int> cpus;         ///< that this process may run on
   std::string run_dir_fault;     ///< why RUN_DIR/GROUP cannot be made or written; empty: it can
-  bool cuda_driver = false;      ///< libcuda.so.1 loads; looked for only where the back end is cuda
+  bool cuda_driver = false;      ///< libcuda.so.1 loads; for builds without the CUDA back end, where it is asked for
   bool futex_waitv = false;
+  std::optional<std::vector<std::string>> gpu{};  ///< what the CUDA back end lacks; nothing: this build has none
 };
 
 /// Looks at this machine; changes nothing.

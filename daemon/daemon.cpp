@@ -6,6 +6,7 @@
 
 #include "control/ucx.h"
 #include "daemon/abi/text.h"
+#include "daemon/backends.h"
 #include "daemon/check.h"
 #include "daemon/log.h"
 #include "daemon/version.h"
@@ -34,7 +35,7 @@ Daemon::Daemon(const Config& config)
       lock_(config.run_dir, config.group, config.rank),
       metrics_(metrics_info()),
       links_(io_, config_, model_, incarnation_, metrics_),
-      backend_(make_backend()),
+      backend_(loaded_backend()),
       service_(*backend_, metrics_, service_options()),
       attach_(io_, attach_options(), *backend_, service_, metrics_, attach_handlers()),
       signals_(io_, SIGTERM, SIGINT),
@@ -46,7 +47,7 @@ Daemon::Daemon(const Config& config)
         [this] { metrics_.refused(Refused::http); });
 }
 
-void Daemon::run() {
+Status Daemon::run() {
   wait_for_signal();
   tick();
   log_info("listening", {{"socket", attach_.path()},
@@ -58,8 +59,10 @@ void Daemon::run() {
   io_.run();
   if (http_) http_->stop();
   attach_.stop();
+  if (health_ != Status::ok) return health_;
   service_.stop();
   log_info("left", {{"calls", metrics_.calls(Status::ok)}});
+  return Status::ok;
 }
 
 /// Says once that every link is ready, and again whenever it is so again.
@@ -78,12 +81,21 @@ void Daemon::links_changed() {
 
 void Daemon::tick() {
   metrics_.tick(LoopId::control, now_ns());
+  if (failed()) return io_.stop();
   links_.refresh_keys();
   static_cast<void>(backend_->memory());  // frees what retired links held
   timer_.expires_after(kTick);
   timer_.async_wait([this](boost::system::error_code error) {
     if (!error) tick();
   });
+}
+
+/// A fault of the back end is for good: engines and peers hear of it by the end of this process.
+bool Daemon::failed() {
+  health_ = backend_->health();
+  if (health_ == Status::ok) return false;
+  log_error("the back end has failed", {{"status", name(health_)}, {"reason", backend_->last_error()}});
+  return true;
 }
 
 void Daemon::wait_for_signal() {
@@ -106,7 +118,7 @@ void Daemon::look_whether_drained() {
   const Nanos now = now_ns();
   if (now > drained_since_ + kLongestDrain) return io_.stop();
   const uint64_t sources = metrics_.sources_served();
-  if (sources != sources_) {
+  if (sources != sources_ || backend_->serving()) {  // a pass may take longer than kLastBells
     sources_ = sources;
     quiet_since_ = now;
   }
@@ -124,12 +136,14 @@ void Daemon::look_whether_drained() {
   });
 }
 
-std::unique_ptr<Backend> Daemon::make_backend() {
-  load_weights(model_, config_);
-  BackendOptions options = backend_options(config_, model_.shape);
+std::unique_ptr<Backend> Daemon::loaded_backend() {
+  if (worth_loading(config_)) load_weights(model_, config_);
+  BackendOptions options = whole_backend_options(config_, model_.shape);
   options.weights = model_.weights;
   options.incarnation = incarnation_;
-  return make_cpu_backend(std::move(options));
+  std::unique_ptr<Backend> backend = make_backend(config_, std::move(options));
+  if (config_.backend == BackendKind::cuda) drop_weights(model_);  // the GPU has its own copy
+  return backend;
 }
 
 MetricsInfo Daemon::metrics_info() const {
@@ -142,7 +156,12 @@ MetricsInfo Daemon::metrics_info() const {
   info.revision = config_.model.revision;
   info.ucx = control::UcxWorker::version();
   info.handles = "fd";
-  info.cuda = info.nccl = "none";
+  if (config_.backend == BackendKind::cuda) {
+    info.handles = name(config_.gpu.handles);
+    info.sharing = name(config_.gpu.sharing);
+  }
+  info.cuda = built_cuda_version();
+  info.nccl = "none";
   info.rank = config_.rank;
   info.ranks = config_.ranks();
   return info;
@@ -194,6 +213,8 @@ AttachOptions Daemon::attach_options() const {
   i.max_tokens = config_.limits.max_tokens;
   i.max_call_tokens = config_.limits.max_call_tokens;
   i.slots = config_.limits.slots;
+  i.backend = static_cast<uint32_t>(config_.backend);
+  if (config_.backend == BackendKind::cuda) i.sharing = static_cast<uint32_t>(config_.gpu.sharing);
   i.incarnation = incarnation_;
   std::copy(model_.digest.begin(), model_.digest.end(), i.model_digest);
   return o;

@@ -28,18 +28,20 @@ class Daemon {
  public:
   /// Throws what its parts throw: ConfigError, WeightsError, RankHeld, std::system_error, std::runtime_error.
   explicit Daemon(const Config& config);
-  /// Until SIGTERM or SIGINT and the calls that ran then have ended.
-  void run();
+  /// Until SIGTERM or SIGINT and the calls that ran then have ended: ok. Anything else is the back end's fault, said in
+  /// the log: whoever called ends the process without destroying this.
+  Status run();
 
  private:
   // daemon.cpp
-  std::unique_ptr<Backend> make_backend();
+  std::unique_ptr<Backend> loaded_backend();
   MetricsInfo metrics_info() const;
   ServiceOptions service_options() const;
   AttachHandlers attach_handlers();
   AttachOptions attach_options() const;
   void links_changed();
   void tick();
+  bool failed();
   void wait_for_signal();
   void look_whether_drained();
   void warn_about_drills() const;
@@ -68,6 +70,7 @@ class Daemon {
   boost::asio::steady_timer timer_, drain_timer_;
   bool draining_ = false;
   bool all_ready_ = false, left_ = false;
+  Status health_ = Status::ok;
   Nanos drained_since_ = 0, quiet_since_ = 0;
   uint64_t sources_ = 0;
 };

@@ -40,6 +40,7 @@ Report Daemon::report() {
   r.ready = r.missing.empty();
   r.backend = name(config_.backend);
   r.transport = name(config_.transport);
+  if (config_.backend == BackendKind::cuda) r.sharing = name(config_.gpu.sharing);
   r.incarnation = incarnation_;
   r.uptime_s = static_cast<double>(now_ns() - started_) * 1e-9;
   r.version = kVersion;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "control/auth.h"
+#include "daemon/backends.h"
 #include "daemon/log.h"
 #include "daemon/version.h"
 #include "kernels/heap.h"
@@ -27,6 +28,33 @@ void copy_text(const std::string& text, char (&to)[N]) {
 bool all_loopback(const ControlConfig& control) {
   return std::all_of(control.peers.begin(), control.peers.end(),
                      [](const std::string& peer) { return is_loopback(parse_endpoint(peer)->host); });
+}
+
+/// Whether a handle of this kind is a descriptor, which a one-time token stands for on the wire; a fabric handle is its
+/// own 64 bytes.
+bool by_descriptor(HandleKind kind) { return kind == HandleKind::memfd || kind == HandleKind::cuda_fd; }
+
+const char* kind_name(HandleKind kind) {
+  switch (kind) {
+    case HandleKind::memfd:
+      return "memfd";
+    case HandleKind::cuda_fd:
+      return "cuda fd";
+    case HandleKind::fabric:
+      return "fabric";
+    case HandleKind::address:
+      break;  // never on the wire
+  }
+  return "unknown";
+}
+
+/// "cuda fd, fabric".
+std::string kind_names(uint32_t kinds) {
+  std::string names;
+  for (const HandleKind kind : {HandleKind::memfd, HandleKind::cuda_fd, HandleKind::fabric})
+    if ((kinds >> static_cast<uint32_t>(kind) & 1U) != 0)
+      names += (names.empty() ? "" : ", ") + std::string(kind_name(kind));
+  return names;
 }
 
 }  // namespace
@@ -61,7 +89,7 @@ control::NetOptions Links::net_options(const Model& model) const {
   h.lanes = config_.limits.lanes;
   h.max_tokens = config_.limits.max_tokens;
   h.transport = static_cast<uint32_t>(config_.transport);
-  h.handle_kinds = 1U << static_cast<uint32_t>(HandleKind::memfd);
+  h.handle_kinds = allowed_handle_kinds(config_);  // the back end is not there yet: it may still be loading
   h.incarnation = incarnation_;
   copy_text(config_.group, h.group);
   copy_text(config_.model.revision, h.revision);
@@ -141,11 +169,19 @@ void Links::open(LinkLife life) {
   control::SegmentBody body;
   body.kind = static_cast<uint32_t>(segment.kind);
   body.bytes = segment.bytes;
-  const Token segment_token = offer(life, std::move(segment.fd));
-  const Token doorbell_token = offer(life, std::move(doorbell.fd));
+  const Token segment_token = token_of(life, segment);
+  const Token doorbell_token = token_of(life, doorbell);
   std::memcpy(body.segment, segment_token.data(), segment_token.size());
   std::memcpy(body.doorbell, doorbell_token.data(), doorbell_token.size());
   net_->offer(life, body);
+}
+
+/// What stands for a handle on the wire; zeros for a descriptor that is not there: a back end that needs no doorbell.
+Links::Token Links::token_of(LinkLife life, Handle& handle) {
+  if (by_descriptor(handle.kind)) return handle.fd ? offer(life, std::move(handle.fd)) : Token{};
+  Token token{};
+  std::memcpy(token.data(), handle.token.data(), token.size());
+  return token;
 }
 
 Links::Token Links::offer(LinkLife life, Fd fd) {
@@ -174,23 +210,36 @@ Fd Links::take(const Fetch& fetch, std::string& why) {
   return fd;
 }
 
-/// What we may write at the peer: its descriptors come over its Unix socket, which both can open.
+/// What we may write at the peer, if we can map what it gives.
 void Links::segment(LinkLife life, uint64_t incarnation, const control::SegmentBody& body) {
   if (!lives(life) || std::exchange(links_[life.rank].asked, true)) return;
-  std::vector<Fetch> requests(2);
+  const auto kind = static_cast<HandleKind>(body.kind);
+  const uint32_t kinds = backend_->handle_kinds();
+  if (body.kind >= 32 || (kinds >> body.kind & 1U) == 0)
+    return net_->lose(life, "rank " + std::to_string(life.rank) + " gives handles of kind " + kind_name(kind) + " (" +
+                                std::to_string(body.kind) + "), this rank takes " + kind_names(kinds) +
+                                ": set gpu.handles alike on all ranks");
+  if (by_descriptor(kind)) return fetch(life, incarnation, body);
+  map(life, body, {});
+}
+
+/// Descriptors come over the peer's Unix socket, which both can open.
+void Links::fetch(LinkLife life, uint64_t incarnation, const control::SegmentBody& body) {
+  const Token doorbell = std::to_array(body.doorbell);
+  std::vector<Fetch> requests(doorbell == Token{} ? 1 : 2);
   for (Fetch& request : requests) {
     request.rank = config_.rank;
     request.incarnation = incarnation;
   }
   std::memcpy(requests[0].token, body.segment, sizeof body.segment);
-  std::memcpy(requests[1].token, body.doorbell, sizeof body.doorbell);
+  if (requests.size() > 1) std::memcpy(requests[1].token, body.doorbell, sizeof body.doorbell);
   const std::string path = config_.run_dir + "/" + config_.group + "/" + std::to_string(life.rank) + ".sock";
   links_[life.rank].fetcher = std::make_unique<Fetcher>(
       io_, path, std::move(requests), [this, life, body](std::vector<Fd> fds, const std::string& why) {
         links_[life.rank].fetcher.reset();
         show_busy();
         if (!why.empty())
-          return net_->lose(life, why + " (daemons on the cpu back end share one host and one run_dir)");
+          return net_->lose(life, why + " (ranks that pass descriptors share one host and one run_dir)");
         map(life, body, std::move(fds));
       });
   show_busy();
@@ -205,11 +254,14 @@ void Links::map(LinkLife life, const control::SegmentBody& body, std::vector<Fd>
   Handle segment;
   segment.kind = static_cast<HandleKind>(body.kind);
   segment.bytes = body.bytes;
+  fds.resize(2);
   segment.fd = std::move(fds[0]);
+  std::memcpy(segment.token.data(), body.segment, sizeof body.segment);
   Handle doorbell;
   doorbell.kind = segment.kind;
   doorbell.bytes = sizeof(Doorbell);
   doorbell.fd = std::move(fds[1]);
+  std::memcpy(doorbell.token.data(), body.doorbell, sizeof body.doorbell);
   if (backend_->map_segment(static_cast<int>(life.rank), segment, doorbell) != Status::ok)
     return net_->lose(life, backend_->last_error());
   net_->mapped(life);

@@ -71,8 +71,10 @@ class Links {
   void refused(const std::string& why);
   bool lives(control::LinkLife life) const { return links_[life.rank].life == life; }
   void open(control::LinkLife life);
+  Token token_of(control::LinkLife life, Handle& handle);
   Token offer(control::LinkLife life, Fd fd);
   void segment(control::LinkLife life, uint64_t incarnation, const control::SegmentBody& body);
+  void fetch(control::LinkLife life, uint64_t incarnation, const control::SegmentBody& body);
   void map(control::LinkLife life, const control::SegmentBody& body, std::vector<Fd> fds);
   void usable(control::LinkLife life, uint32_t session);
   void ready(control::LinkLife life, uint32_t session, Nanos took);

@@ -3,10 +3,12 @@
 
 #include <CLI/CLI.hpp>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 
 #include "control/ucx.h"
+#include "daemon/backends.h"
 #include "daemon/check.h"
 #include "daemon/config.h"
 #include "daemon/daemon.h"
@@ -26,13 +28,15 @@ enum Exit {
   kWeights = 66,
   kPort = 69,
   kInternal = 70,
+  kGpu = 71,
   kMemory = 73,
   kIdentity = 74
 };
 
 /// What the configuration asks for and this build cannot do.
 void refuse_unbuilt(const Config& config) {
-  if (config.backend != BackendKind::cpu) throw ConfigError("backend = cuda, but this build has the cpu back end only");
+  if (config.backend == BackendKind::cuda && !built_with_cuda())
+    throw ConfigError("backend = cuda, but this build has the cpu back end only");
   if (config.transport != Transport::heap) throw ConfigError("transport = nccl, but this build has heap only");
 }
 
@@ -50,6 +54,8 @@ int guarded(const std::function<int()>& what) {
     return fail(kWeights, e.what());
   } catch (const RankHeld& e) {
     return fail(kIdentity, e.what());
+  } catch (const GpuError& e) {
+    return fail(kGpu, e.what());
   } catch (const std::bad_alloc& e) {
     return fail(kMemory, e.what());
   } catch (const std::system_error& e) {
@@ -64,16 +70,20 @@ int guarded(const std::function<int()>& what) {
 int serve(const Config& config) {
   set_level(config.log.level);
   refuse_unbuilt(config);
-  Daemon(config).run();
-  return kLeft;
+  Daemon daemon(config);
+  if (daemon.run() == Status::ok) return kLeft;
+  std::_Exit(kGpu);  // nothing is joined or freed: calls into a GPU that failed may never return
 }
 
 int check(const Config& config) {
   const Shape shape = model_shape(config);
-  Backend::Memory planned = planned_memory(backend_options(config, shape));
-  planned.weights = local_weight_bytes(config, shape);
+  BackendOptions options = whole_backend_options(config, shape);
+  options.weights = unloaded_weights(config, shape);
+  Backend::Memory planned = planned_bytes(config, options);
   planned.arena = uint64_t{config.limits.lanes} * config.limits.arena_mb << 20;
-  std::cout << check_report(config, shape, planned, read_machine(config));
+  MachineFacts facts = read_machine(config);
+  if (built_with_cuda()) facts.gpu = gpu_lacks(config, options);
+  std::cout << check_report(config, shape, planned, facts);
   return 0;
 }
 
@@ -101,8 +111,8 @@ int main_of(int argc, char** argv) {
   if (!rank.empty()) sets.push_back("rank=" + rank);
   if (*serve_command) return guarded([&] { return serve(load_config(file, sets)); });
   if (*check_command) return guarded([&] { return check(load_config(file, sets)); });
-  std::cout << "moed " << kVersion << " (" << kCommit << ", abi " << kAbi << ", cuda none, ucx "
-            << control::UcxWorker::version() << ", nccl none)\n";
+  std::cout << "moed " << kVersion << " (" << kCommit << ", abi " << kAbi << ", cuda " << built_cuda_version()
+            << ", ucx " << control::UcxWorker::version() << ", nccl none)\n";
   return 0;
 }
 
@@ -110,6 +120,7 @@ int main_of(int argc, char** argv) {
 }  // namespace moed
 
 int main(int argc, char** argv) {
+  moed::prepare_backends();
   // UCX reads these while its library is loaded, before main: it must not patch mmap, nor own our signals.
   if (std::getenv("UCX_MEM_EVENTS") == nullptr) {
     ::setenv("UCX_MEM_EVENTS", "n", 1);

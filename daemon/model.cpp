@@ -83,11 +83,14 @@ Shape model_shape(const Config& config) {
   return narrowed_shape(Checkpoint(config.model.path, config.model.layers).shape(), config);
 }
 
-uint64_t local_weight_bytes(const Config& config, const Shape& shape) {
-  if (config.model.source == ModelSource::identity) return 0;
-  const uint64_t local =
-      first_expert(shape, config.rank + 1, config.ranks()) - first_expert(shape, config.rank, config.ranks());
-  return shape.layers * local * expert_bytes(shape);
+ModelWeights unloaded_weights(const Config& config, const Shape& shape) {
+  if (config.model.source == ModelSource::identity) return {};
+  LayerWeights layer;
+  layer.experts.resize(first_expert(shape, config.rank + 1, config.ranks()) -
+                       first_expert(shape, config.rank, config.ranks()));
+  if (config.model.source == ModelSource::huggingface && shape.reduce == Reduce::sum_rmsnorm)
+    layer.norm.resize(shape.latent);
+  return {std::vector<LayerWeights>(shape.layers, layer)};
 }
 
 Model open_model(const Config& config) {
@@ -115,6 +118,12 @@ void load_weights(Model& model, const Config& config) {
   const uint32_t end = first_expert(model.shape, config.rank + 1, config.ranks());
   if (config.model.source == ModelSource::huggingface) load_checkpoint(model, first, end);
   if (config.model.source == ModelSource::synthetic) load_synthetic(model, config.model.seed, first, end);
+}
+
+void drop_weights(Model& model) {
+  model.weights = {};
+  model.synthetic.clear();
+  model.checkpoint.reset();
 }
 
 }  // namespace moed

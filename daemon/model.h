@@ -22,13 +22,16 @@ struct Model {
   std::vector<std::unique_ptr<uint8_t[]>> synthetic;  ///< one block an expert
 };
 
-/// The shape alone and the bytes that its local experts will take, nothing loaded. Throws ConfigError, WeightsError.
+/// The shape alone, nothing loaded. Throws ConfigError, WeightsError.
 Shape model_shape(const Config& config);
-uint64_t local_weight_bytes(const Config& config, const Shape& shape);
+/// As many layers and experts as this rank will load, without their bytes: to plan with, never to serve.
+ModelWeights unloaded_weights(const Config& config, const Shape& shape);
 
 /// Shape and digest, nothing loaded: what peers compare. Throws ConfigError or WeightsError naming file and tensor.
 Model open_model(const Config& config);
 /// Loads this rank's experts, logging progress. Throws WeightsError naming file and tensor.
 void load_weights(Model& model, const Config& config);
+/// Gives back what load_weights() took: for a back end that keeps a copy of its own. Shape and digest stay.
+void drop_weights(Model& model);
 
 }  // namespace moed

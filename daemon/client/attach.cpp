@@ -63,7 +63,7 @@ Status check_answer(const Attached& answer, std::size_t bytes, std::size_t descr
             answer.info.abi, kAbi);
     return Status::version;
   }
-  const std::size_t expected = answer.info.backend == 0 ? 2 : 3;  // a CUDA daemon has a device mailbox too
+  constexpr std::size_t expected = 2;  // mailbox and arena in host memory; a GPU arena brings a device mailbox, too
   if (descriptors == expected && answer.descriptors == expected) return Status::ok;
   why.set(
       "attach brought %zu descriptors, %u were announced and %zu expected: has this process reached its limit (ulimit "

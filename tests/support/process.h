@@ -24,6 +24,7 @@
 #include "daemon/abi/attach.h"
 #include "daemon/abi/socket.h"
 #include "daemon/client/moed.h"
+#include "tests/support/binaries.h"
 #include "tests/support/temp_dir.h"
 
 namespace moed::test {
@@ -159,10 +160,10 @@ class Daemon {
 
   /// Starts it and returns at once.
   void start() {
-    std::vector<std::string> arguments{MOED_BINARY, "serve",
-                                       "--rank",    std::to_string(rank_),
-                                       "--set",     "run_dir=" + run_dir_,
-                                       "--set",     "http.listen=127.0.0.1:0"};
+    std::vector<std::string> arguments{moed_binary(), "serve",
+                                       "--rank",      std::to_string(rank_),
+                                       "--set",       "run_dir=" + run_dir_,
+                                       "--set",       "http.listen=127.0.0.1:0"};
     for (const std::string& s : sets_) {
       arguments.emplace_back("--set");
       arguments.push_back(s);

@@ -307,7 +307,7 @@ TEST(Starting, WhatCannotWorkIsRefusedWithItsExitCode) {
   std::tie(code, text) = failing_daemon({run, "limits.lanes=65"});
   EXPECT_EQ(code, 65);
   expect_in(text, {"limits.lanes", "65", "64"});
-  std::tie(code, text) = failing_daemon({run, "backend=cuda"});
+  std::tie(code, text) = failing_daemon({run, "transport=nccl"});
   EXPECT_EQ(code, 65);
   std::tie(code, text) = failing_daemon({run, "rank=2", "control.peers=[\"127.0.0.1:1\",\"127.0.0.1:2\"]"});
   EXPECT_EQ(code, 65);

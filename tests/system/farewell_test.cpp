@@ -88,6 +88,28 @@ TEST(Leaving, PeersCallsThatRunStillEndAndNewOnesNameTheRank) {
   expect_right(asker, all);
 }
 
+/// The second call comes while the rank is busy for 400 ms with the first: no pass ends for longer than a silence after
+/// which the rank would go, and the call has still to be taken.
+TEST(Leaving, ACallThatWaitsForALongPassIsStillServed) {
+  const Daemons world(kRanks, QuestionModel::sets(), [](uint32_t rank) {
+    return rank == kOther ? Daemons::Sets{"debug.experts_delay_us=400000"} : Daemons::Sets{};
+  });
+  Question all = for_all();
+  Asker first(world[0].socket());
+  Asker second(world[1].socket());
+  expect_right(first, all);
+  first.submit(all);
+  test::sleep_ms(50);
+  second.submit(all);
+  test::sleep_ms(50);
+  world[kOther].signal(SIGTERM);
+  for (Asker* asker : {&first, &second}) {
+    EXPECT_EQ(asker->wait().status, uint32_t{MOED_OK}) << world[kOther].log();
+    EXPECT_TRUE(asker->right(all, model(), kRanks));
+  }
+  EXPECT_EQ(world[kOther].reap(10'000), 0);
+}
+
 TEST(Leaving, AllAtOnce) {
   const Daemons world(kRanks, QuestionModel::sets());
   for (uint32_t rank = 0; rank < kRanks; ++rank) world[rank].signal(SIGTERM);

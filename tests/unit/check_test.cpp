@@ -15,7 +15,8 @@ namespace {
 
 constexpr uint64_t kMib = 1 << 20;
 
-MachineFacts rich_machine() { return {64ULL << 30, 65536, {0, 1, 2, 3}, "", true, true}; }
+/// A machine that lacks nothing, with a build that has both back ends.
+MachineFacts rich_machine() { return {64ULL << 30, 65536, {0, 1, 2, 3}, "", true, true, std::vector<std::string>{}}; }
 
 Config loaded(std::vector<std::string> sets) { return load_config("", sets); }
 
@@ -85,11 +86,23 @@ TEST(Check, PinnedCpuMustBeAllowed) {
   expect_has(only_lack(loaded({"service.cpu=4"}), {}, rich_machine()), "service.cpu = 4");
 }
 
-TEST(Check, DriverOnlyForCuda) {
+TEST(Check, WhatTheGpuLacksOnlyForCuda) {
   MachineFacts facts = rich_machine();
-  facts.cuda_driver = false;
+  facts.gpu = {"no GPU; set backend to cpu", "too little memory"};
   EXPECT_TRUE(missing(Config{}, {}, facts).empty());
-  expect_has(only_lack(loaded({"backend=cuda"}), {}, facts), "libcuda.so.1");
+  const std::vector<std::string> expected{"gpu: no GPU; set backend to cpu", "gpu: too little memory"};
+  EXPECT_EQ(missing(loaded({"backend=cuda"}), {}, facts), expected);
+}
+
+TEST(Check, ABuildWithoutCudaSaysSoAndLooksForTheDriver) {
+  MachineFacts facts = rich_machine();
+  facts.gpu.reset();
+  EXPECT_TRUE(missing(Config{}, {}, facts).empty());
+  expect_has(only_lack(loaded({"backend=cuda"}), {}, facts), "cuda: this build has the cpu back end only");
+  facts.cuda_driver = false;
+  const auto lacks = missing(loaded({"backend=cuda"}), {}, facts);
+  ASSERT_EQ(lacks.size(), 2U);
+  expect_has(lacks[1], "libcuda.so.1");
 }
 
 TEST(Check, FutexWaitv) {
