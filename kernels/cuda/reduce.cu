@@ -205,7 +205,7 @@ __device__ void reduce_token(const World& w, LaneState& s, uint32_t lane, uint32
   const double total = block_sum(squares, shared);
   const bool norm = w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0 && total != 0.0;
   const uint32_t m = c.layer - w.shape.first_layer;
-  const uint16_t* gamma = c.layer != kIdentityLayer && m < w.model_layers ? w.layers[m].norm : nullptr;
+  const uint16_t* gamma = layer_experts(w, c.layer) != nullptr ? w.layers[m].norm : nullptr;
   const double rstd = norm ? 1.0 / sqrt(total / n + static_cast<double>(w.shape.norm_eps)) : 1.0;
   auto* out = reinterpret_cast<uint16_t*>(s.arena + c.out) + (uint64_t{s.done} + token) * n;
   for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {

@@ -33,7 +33,6 @@ using moed::bench::Nccl;
 constexpr size_t kLatent = 3584;  ///< Kimi K3
 constexpr size_t kTopK = 16;
 constexpr size_t kIdsAndWeights = kTopK * (sizeof(int32_t) + sizeof(float));
-constexpr size_t kCombineRow = kLatent * sizeof(uint16_t);  ///< BF16
 constexpr int kPairs = 50;                                  ///< pairs in a graph
 constexpr int kWarmUps = 20;                                ///< replays before those that count
 constexpr int kMaxRanks = 8;
