@@ -237,9 +237,9 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       return {Status::version, "model digest " + hex(std::span(a.model_digest).first(8)) +
                                    ".. expected, this daemon serves " +
                                    hex(std::span(options_.info.model_digest).first(8)) + ".."};
-    if (a.arena_kind > static_cast<uint32_t>(ArenaKind::gpu) || (a.arena_kind != 0 && !cuda()))
+    if (a.arena_kind != static_cast<uint32_t>(ArenaKind::host))
       return {Status::unsupported, "arena kind " + std::to_string(a.arena_kind) +
-                                       (cuda() ? "; a CUDA daemon has host (0) and GPU memory (1)"
+                                       (cuda() ? "; GPU arenas come with stream calls, ask for host memory (0)"
                                                : "; a CPU daemon has host memory (0) only")};
     if (bytes > options_.arena_bytes)
       return {Status::no_memory, "an arena of " + std::to_string(bytes) + " bytes, limits.arena_mb allows " +

@@ -1,5 +1,6 @@
 #include "daemon/backends.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace moed {
@@ -13,8 +14,23 @@ constexpr bool kHasCuda = false;
 
 constexpr uint32_t bit(HandleKind kind) { return 1U << static_cast<uint32_t>(kind); }
 
+bool on_one_host(const Config& config) {
+  const auto& peers = config.control.peers;
+  return std::all_of(peers.begin(), peers.end(), [&](const std::string& peer) {
+    const std::string host = parse_endpoint(peer)->host;
+    return host == parse_endpoint(peers[config.rank])->host || is_loopback(host);
+  });
+}
+
+/// After how long a GPU without progress stands still: a drill's delays are no fault.
+uint32_t longest_pass_ms(const Config& config) {
+  const DebugConfig& d = config.debug;
+  return config.gpu.stuck_after_ms + (d.experts_delay_us + d.send_delay_us) / 1000;
+}
+
 std::optional<HandleKind> wanted_handles(const Config& config) {
-  if (config.gpu.handles == HandleChoice::automatic) return std::nullopt;
+  if (config.gpu.handles == HandleChoice::automatic)  // descriptors work for all of one host, whatever each GPU can
+    return on_one_host(config) ? std::optional(HandleKind::cuda_fd) : std::nullopt;
   return config.gpu.handles == HandleChoice::fd ? HandleKind::cuda_fd : HandleKind::fabric;
 }
 
@@ -40,6 +56,7 @@ BackendOptions whole_backend_options(const Config& config, const Shape& shape) {
   BackendOptions o = backend_options(config, shape);
   o.device = config.device;
   o.handles = wanted_handles(config);
+  o.stuck_after_ms = longest_pass_ms(config);
   o.arena_bytes = uint64_t{config.limits.arena_mb} << 20;
   return o;
 }
@@ -58,7 +75,7 @@ std::unique_ptr<Backend> make_backend(const Config& config, BackendOptions optio
   try {
     return make_cuda_backend(std::move(options));
   } catch (const std::invalid_argument& e) {
-    throw ConfigError(std::string("backend = cuda cannot serve this shape: ") + e.what());
+    throw ConfigError(std::string("backend = cuda cannot serve this: ") + e.what());
   }
 #else
   throw ConfigError("backend = cuda, but this build has the cpu back end only; build where nvcc is found");

@@ -30,7 +30,8 @@ enum Exit {
   kInternal = 70,
   kGpu = 71,
   kMemory = 73,
-  kIdentity = 74
+  kIdentity = 74,
+  kStuck = 75
 };
 
 /// What the configuration asks for and this build cannot do.
@@ -71,8 +72,11 @@ int serve(const Config& config) {
   set_level(config.log.level);
   refuse_unbuilt(config);
   Daemon daemon(config);
-  if (daemon.run() == Status::ok) return kLeft;
-  std::_Exit(kGpu);  // nothing is joined or freed: calls into a GPU that failed may never return
+  const Status ended = daemon.run();
+  if (ended == Status::ok) return kLeft;
+  std::_Exit(ended == Status::device_lost
+                 ? kGpu
+                 : kStuck);  // nothing is joined or freed: calls into a GPU that failed may never return
 }
 
 int check(const Config& config) {

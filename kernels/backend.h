@@ -65,8 +65,9 @@ struct BackendOptions {
   uint64_t incarnation = 1;
   bool in_process = false;  ///< give and take HandleKind::address
   // CUDA alone:
-  std::string device = "0";  ///< ordinal or UUID of the GPU
-  uint64_t arena_bytes = 0;  ///< the most that an attach may ask for: room for all lanes' is looked for at start
+  std::string device = "0";     ///< ordinal or UUID of the GPU
+  uint64_t arena_bytes = 0;     ///< the most that an attach may ask for: room for all lanes' is looked for at start
+  uint32_t stuck_after_ms = 0;  ///< a GPU on which no pass begins or ends for so long stands still; 0: never
   bool park = true;  ///< idle lanes wait by stream memory operations; off under tools that run one launch at a time
   std::optional<HandleKind> handles;  ///< nothing: the best kind that this machine can really export and import
 };
@@ -139,7 +140,8 @@ class Backend {
   virtual bool serving() = 0;
   /// Kinds of handles that this back end gives and takes: bit 1 << HandleKind.
   virtual uint32_t handle_kinds() = 0;
-  /// Sticky: anything but ok means that this process has to end.
+  /// Sticky: anything but ok means that this process has to end. device_lost: the GPU's context failed; internal: the
+  /// GPU stands still.
   virtual Status health() = 0;
   /// One sentence for the status returned last to this thread's caller.
   virtual std::string last_error() = 0;

@@ -15,9 +15,11 @@ namespace moed {
 namespace cuda {
 namespace {
 
-constexpr uint64_t kServeAhead = 32, kServeMost = 8;  ///< passes queued: 13 ms of shut gates; how many in one turn
-constexpr Nanos kLongestSleep = 5'000'000;            ///< then the queue is filled up again
+constexpr uint32_t kMostLanes = 29, kMostPairs = 32768;
+constexpr uint64_t kServeAhead = 32, kServeMost = 16;  ///< passes queued: 13 ms of shut gates; how many in one turn
+constexpr Nanos kLongestSleep = 5'000'000;             ///< then the queue is filled up again
 constexpr Nanos kSpin = 2'000'000, kMoment = 50'000;
+constexpr Nanos kTraffic = 20'000'000, kShortSleep = 200'000;
 constexpr Nanos kLetGo = 2'000'000'000;
 
 /// Finds the GPU of these options; false: why.
@@ -44,6 +46,10 @@ class CudaBackend final : public Backend {
   explicit CudaBackend(BackendOptions options) : options_(std::move(options)) {
     ShapeFault fault = check(options_.shape, options_.ranks, options_.max_tokens);
     if (fault.field == nullptr) fault = kernel_fault(options_.shape);
+    if (fault.field == nullptr && options_.lanes > kMostLanes)
+      fault = {"lanes", options_.lanes, "at most 29: a GPU has 32 queues, and each lane waits in one of its own"};
+    if (fault.field == nullptr && options_.max_pairs > kMostPairs)
+      fault = {"max_pairs", options_.max_pairs, "at most 32768: a pass has to end soon"};
     if (fault.field != nullptr) throw std::invalid_argument(sentence(fault));
     std::string why;
     if (!find(options_, driver_, gpu_, why)) throw GpuError(why);
@@ -74,7 +80,7 @@ class CudaBackend final : public Backend {
     std::string why;
     const std::shared_ptr<Segment> segment = segments_->make(static_cast<uint32_t>(rank), why);
     if (!segment) return fail(Status::no_memory, why);
-    if (!links_->change([&](std::vector<Link>& links) { links[rank].mine = segment; })) return lost();
+    if (!links_->give(rank, segment)) return lost();
     return segments_->give(segment, out, why) ? Status::ok : fail(Status::internal, why);
   }
 
@@ -126,6 +132,7 @@ class CudaBackend final : public Backend {
   Status begin(const Begin& begin) override {
     cudaSetDevice(gpu_.ordinal);
     Lane* l = find_lane(begin.lane);
+    idle_at_ = now_ns();
     std::string why = "lane " + std::to_string(begin.lane) + " is not configured";
     const Status s = l == nullptr ? Status::internal : l->begin(begin, why);
     return s == Status::ok ? s : fail(s, why);
@@ -140,10 +147,15 @@ class CudaBackend final : public Backend {
   /// Keeps every stream filled and hands out one pass that has ended.
   bool serve(Nanos now, ServeRecord& out) override {
     cudaSetDevice(gpu_.ordinal);
-    if (!health_.lost()) health_.good(serve_.fill(kServeAhead, kServeMost), "launch of the serve pass");
+    keep_serving();
     for (const auto& lane : lanes_) lane->tend();
+    look_whether_stuck(now);
     const Board& board = world_.board();
-    if (host_load(board.records) == records_) return false;
+    const uint64_t records = host_load(board.records);
+    if (records == records_) return false;
+    served_at_ = now;
+    records_ =
+        std::max(records_, records - std::min<uint64_t>(records, kServeRecords / 2));  // older ones are overwritten
     out = board.served[records_++ % kServeRecords];
     out.start = now - std::min<Nanos>(now, out.gather_ns + out.experts_ns + out.send_ns);
     return true;
@@ -175,7 +187,9 @@ class CudaBackend final : public Backend {
     if (busy && now < idle_at_ + kSpin) return std::this_thread::yield();
     sleep_words_.assign(words.begin(), words.end());
     sleep_words_.insert(sleep_words_.begin(), {futex_address(wake_), wake_seen_});
-    futex_wait_any(sleep_words_, std::min(until, now + (busy ? kMoment : kLongestSleep)));
+    // Passes that serve somebody are used up faster than gates end.
+    const Nanos longest = busy ? kMoment : now < served_at_ + kTraffic ? kShortSleep : kLongestSleep;
+    futex_wait_any(sleep_words_, std::min(until, now + longest));
     wake_seen_ = wake_.load();
   }
   void wake() override {
@@ -194,17 +208,17 @@ class CudaBackend final : public Backend {
 
   bool serving() override { return host_load(world_.board().serving) > serve_.completed(); }
   uint32_t handle_kinds() override { return segments_->kinds(); }
-  Status health() override { return health_.lost() ? lost() : Status::ok; }
-  std::string last_error() override {
-    const std::lock_guard lock(error_mutex_);
-    return error_;
+  Status health() override {
+    if (!health_.lost()) return Status::ok;
+    return fail(health_.stuck() ? Status::internal : Status::device_lost, health_.text());
   }
+  std::string last_error() override { return error_; }
 
   Memory memory() override {
     cudaSetDevice(gpu_.ordinal);
     links_->sweep();
     Memory m;
-    m.heap = links_->heap_bytes();
+    m.heap = segments_->live_bytes();
     m.weights = world_.weight_bytes();
     m.scratch = world_.scratch_bytes();
     for (const auto& lane : lanes_) m.arena += lane->arena_bytes();
@@ -217,7 +231,6 @@ class CudaBackend final : public Backend {
   }
 
   Status fail(Status status, std::string text) {
-    const std::lock_guard lock(error_mutex_);
     error_ = std::move(text);
     return status;
   }
@@ -244,13 +257,32 @@ class CudaBackend final : public Backend {
     memory_ = std::make_unique<cuda::Memory>(*driver_, gpu_.ordinal);
     side_ = std::make_unique<Side>(*driver_, health_);
     need(side_->make());
-    if (!world_.make(*memory_, options_, side_->stream(), why)) throw GpuError(why);
-    segments_ = std::make_unique<Segments>(*memory_, *side_, health_, options_, world_.world().layout);
+    const Status made = world_.make(*memory_, options_, *side_, why);
+    if (made == Status::no_memory) throw std::system_error(ENOMEM, std::generic_category(), why);
+    if (made != Status::ok) throw GpuError(why);
+    segments_ =
+        std::make_unique<Segments>(*driver_, gpu_.ordinal, *memory_, *side_, health_, options_, world_.world().layout);
     if (!segments_->choose(why)) throw GpuError("handles of the configured kind do not work here: " + why);
     links_ = std::make_unique<Links>(*side_, health_, world_, options_.ranks);
     make_passes(greatest + 1);
     open_own_link(why);
     need(health_.good(serve_.fill(kServeAhead, kServeAhead), "launch of the serve pass"));
+  }
+
+  void keep_serving() {
+    if (!health_.lost()) health_.good(serve_.fill(kServeAhead, kServeMost), "launch of the serve pass");
+  }
+
+  /// Passes are queued all the time and none takes long: when none begins or ends, the GPU stands still.
+  void look_whether_stuck(Nanos now) {
+    const uint64_t moved = serve_.begun() + serve_.completed();
+    if (moved != moved_ || serve_.ahead() == 0) {
+      moved_ = moved;
+      moved_at_ = now;
+    } else if (options_.stuck_after_ms != 0 && now > moved_at_ + uint64_t{options_.stuck_after_ms} * 1'000'000) {
+      health_.stand_still("no serve pass has begun or ended for " + std::to_string((now - moved_at_) / 1'000'000) +
+                          " ms; the GPU stands still (gpu.stuck_after_ms)");
+    }
   }
 
   void make_passes(int priority) {
@@ -260,7 +292,8 @@ class CudaBackend final : public Backend {
     serve_.set_pass(graph, w.board->begun, w.board->completed);
     need(health_.good(cudaStreamSynchronize(serve_.stream()), "graph of the serve pass"));
     links_->watch(serve_);
-    shop_ = std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_});
+    shop_ =
+        std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_, [this] { keep_serving(); }});
     std::vector<cudaStream_t> streams;
     for (uint32_t i = 1; i <= options_.lanes; ++i) {
       need(lanes_.emplace_back(std::make_unique<Lane>(*shop_, i))->make(priority));
@@ -268,8 +301,7 @@ class CudaBackend final : public Backend {
       streams.push_back(lanes_.back()->pass().stream());
     }
     std::string why;
-    if (options_.park && !prove_streams(*driver_, *memory_, *side_, health_, serve_.stream(), streams, why))
-      throw GpuError(why);
+    if (options_.park && !prove_streams(*shop_, serve_.stream(), streams, why)) throw GpuError(why);
   }
 
   void open_own_link(std::string& why) {
@@ -295,15 +327,19 @@ class CudaBackend final : public Backend {
   std::unique_ptr<Shop> shop_;
   Armed serve_;
   std::vector<std::unique_ptr<Lane>> lanes_;
-  std::mutex error_mutex_;
-  std::string error_;
+  static thread_local std::string error_;  ///< of this thread's last call
   std::atomic<uint32_t> wake_{0};
   // The service thread's alone:
   uint32_t wake_seen_ = 0;
   Nanos idle_at_ = 0;
+  Nanos served_at_ = 0;
+  uint64_t moved_ = 0;  ///< passes begun and completed, when they last moved
+  Nanos moved_at_ = 0;
   uint64_t records_ = 0, faults_ = 0;
   std::vector<FutexWord> sleep_words_;
 };
+
+thread_local std::string CudaBackend::error_;
 
 }  // namespace cuda
 
@@ -319,6 +355,8 @@ void prepare_cuda() {
   };
   const char* loading = std::getenv("CUDA_MODULE_LOADING");
   const char* queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  if (std::getenv("CUDA_LAUNCH_BLOCKING") != nullptr)
+    ::unsetenv("CUDA_LAUNCH_BLOCKING");  // a gate would block its bell
   want("CUDA_MODULE_LOADING", "EAGER", loading != nullptr && std::string_view(loading) == "EAGER");
   want("CUDA_DEVICE_MAX_CONNECTIONS", "32", queues != nullptr && std::atoi(queues) >= 32);
 }

@@ -58,6 +58,11 @@ __device__ inline uint32_t begin_pass(const World& w, uint64_t& passes, uint64_t
   return load_u32_acquire(w.present);
 }
 
+/// A drill's delay, while drills are on.
+__device__ inline void drill(const World& w, uint64_t ns) {
+  if (ns != 0 && (w.delay_for_ns == 0 || global_time() < w.serve->started + w.delay_for_ns)) delay(ns);
+}
+
 /// Identity layers have no experts.
 __device__ inline const uint8_t* layer_experts(const World& w, uint32_t layer) {
   const uint32_t m = layer - w.shape.first_layer;

@@ -6,8 +6,12 @@
 #include <new>
 #include <vector>
 
+#include "kernels/cuda/side.h"
+
 namespace moed::cuda {
 namespace {
+
+constexpr uint64_t kGranule = 2 << 20;  ///< of GPU memory
 
 constexpr uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
 
@@ -19,7 +23,7 @@ uint32_t local_experts(const BackendOptions& o) {
 uint64_t all_weights(const BackendOptions& o) {
   uint64_t bytes = 0;
   for (const LayerWeights& layer : o.weights.layers)
-    bytes += layer.experts.size() * expert_bytes(o.shape) + round_up(layer.norm.size() * 2, 256);
+    bytes += round_up(layer.experts.size() * expert_bytes(o.shape) + layer.norm.size() * 2, 256);
   return bytes;
 }
 
@@ -42,6 +46,7 @@ World constants(const BackendOptions& o) {
   w.experts_delay_ns = uint64_t{o.drills.experts_delay_us} * 1000;
   w.send_delay_ns = uint64_t{o.drills.send_delay_us} * 1000;
   w.call_delay_ns = uint64_t{o.drills.call_delay_us} * 1000;
+  w.delay_for_ns = uint64_t{o.drills.for_ms} * 1'000'000;
   w.model_layers = static_cast<uint32_t>(o.weights.layers.size());
   return w;
 }
@@ -50,6 +55,7 @@ World constants(const BackendOptions& o) {
 template <class Take>
 bool each_array(World& w, Take take) {
   const uint64_t watches = uint64_t{w.ranks} * w.layout.lanes_all;
+  const uint64_t sources = watches + 1;  // one that does not fit any more is read before it is left
   const uint64_t slots = uint64_t{w.layout.lanes_all} * w.max_call_tokens * w.shape.top_k;
   const uint64_t rows = w.max_rows;
   const uint64_t row_slots = rows * w.shape.top_k;
@@ -57,7 +63,7 @@ bool each_array(World& w, Take take) {
   const uint64_t keys = uint64_t{w.model_layers} * w.local;
   return take(w.pictures, kPictures) && take(w.present, 32) && take(w.disarm, 32) && take(w.faults, 16) &&
          take(w.lane, w.layout.lanes_all) && take(w.ids, slots) && take(w.weights, slots) && take(w.serve, 1) &&
-         take(w.watch, watches) && take(w.source, watches) && take(w.place, rows) &&
+         take(w.watch, watches) && take(w.source, sources) && take(w.place, rows) &&
          take(w.gathered, rows * w.row_stride) && take(w.key_count, keys) && take(w.key_first, keys) &&
          take(w.pair_key, row_slots) && take(w.pair_rank, row_slots) && take(w.pair_of, row_slots) &&
          take(w.pair, pairs) && take(w.group, pairs) && take(w.middle, pairs * w.shape.intermediate) &&
@@ -105,7 +111,7 @@ std::string cuda_text(const char* what, cudaError_t error) {
 Backend::Memory planned(const BackendOptions& options) {
   World w = constants(options);
   Backend::Memory m;
-  m.heap = w.layout.bytes * options.ranks;
+  m.heap = round_up(w.layout.bytes, kGranule) * options.ranks;
   m.weights = all_weights(options);
   each_array(w, [&]<class T>(T*&, uint64_t count) {
     m.scratch += round_up(count * sizeof(T), 256);
@@ -121,7 +127,7 @@ DeviceWorld::~DeviceWorld() {
 }
 
 /// All arrays lie in one allocation, so that each does not round up to a granule of its own.
-bool DeviceWorld::make(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why) {
+Status DeviceWorld::make(Memory& memory, const BackendOptions& options, Side& side, std::string& why) {
   world_ = constants(options);
   uint64_t bytes = 0;
   each_array(world_, [&]<class T>(T*&, uint64_t count) {
@@ -129,7 +135,7 @@ bool DeviceWorld::make(Memory& memory, const BackendOptions& options, cudaStream
     return true;
   });
   scratch_ = memory.make(bytes, std::nullopt, why);
-  if (!scratch_) return false;
+  if (!scratch_) return Status::no_memory;
   uint64_t at = 0;
   each_array(world_, [&]<class T>(T*& out, uint64_t count) {
     out = reinterpret_cast<T*>(scratch_.as<std::byte>() + at);
@@ -137,27 +143,26 @@ bool DeviceWorld::make(Memory& memory, const BackendOptions& options, cudaStream
     return true;
   });
   board_ = take_board(why);
-  if (board_ == nullptr) return false;
+  if (board_ == nullptr) return Status::no_memory;
   world_.board = board_;
-  cudaError_t e = cudaMemsetAsync(scratch_.as<void>(), 0, bytes, side);
-  if (e == cudaSuccess) e = cudaStreamSynchronize(side);
-  if (e != cudaSuccess) why = cuda_text("zeroing scratch memory", e);
-  return e == cudaSuccess && upload(memory, options, side, why);
+  if (side.zero(scratch_.as<void>(), bytes) && side.settle()) return upload(memory, options, side, why);
+  why = "zeroing the scratch memory failed; see nvidia-smi for errors of this GPU";
+  return Status::device_lost;
 }
 
 /// Copies weights and norms to exportable memory, each expert's six tensors as one block.
-bool DeviceWorld::upload(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why) {
+Status DeviceWorld::upload(Memory& memory, const BackendOptions& options, Side& side, std::string& why) {
   const uint64_t bytes = all_weights(options) + round_up(options.weights.layers.size() * sizeof(DeviceLayer), 256);
-  if (options.weights.layers.empty()) return true;
+  if (options.weights.layers.empty()) return Status::ok;
   weights_ = memory.make(bytes, HandleKind::cuda_fd, why);
-  if (!weights_) return false;
+  if (!weights_) return Status::no_memory;
   const Shape& s = options.shape;
   const uint64_t packed = packed_bytes(s.intermediate, s.latent);
   const uint64_t scales = scale_bytes(s.intermediate, s.latent);
   auto* at = weights_.as<uint8_t>();
-  cudaError_t e = cudaSuccess;
+  bool good = true;
   const auto put = [&](const void* from, uint64_t n) {
-    if (e == cudaSuccess) e = cudaMemcpyAsync(at, from, n, cudaMemcpyHostToDevice, side);
+    good = good && side.to_gpu(at, from, n);
     at += n;
   };
   std::vector<DeviceLayer> layers;
@@ -175,9 +180,9 @@ bool DeviceWorld::upload(Memory& memory, const BackendOptions& options, cudaStre
   }
   world_.layers = reinterpret_cast<const DeviceLayer*>(at);
   put(layers.data(), layers.size() * sizeof(DeviceLayer));
-  if (e == cudaSuccess) e = cudaStreamSynchronize(side);
-  if (e != cudaSuccess) why = cuda_text("copying weights to the GPU", e);
-  return e == cudaSuccess;
+  if (good && side.settle()) return Status::ok;
+  why = "copying the weights to the GPU failed; see nvidia-smi for errors of this GPU";
+  return Status::device_lost;
 }
 
 }  // namespace moed::cuda

@@ -11,6 +11,8 @@
 
 namespace moed::cuda {
 
+class Side;
+
 /// Bytes that a back end of these options takes on its GPU. heap: all segments; weights; scratch: the rest.
 Backend::Memory planned(const BackendOptions& options);
 
@@ -22,8 +24,8 @@ class DeviceWorld {
   DeviceWorld& operator=(const DeviceWorld&) = delete;
   ~DeviceWorld();
 
-  /// Takes and fills everything; weights are copied. `side`: a stream for copies, which it waits for.
-  bool make(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why);
+  /// Takes and fills everything; weights are copied. ok, no_memory or device_lost.
+  Status make(Memory& memory, const BackendOptions& options, Side& side, std::string& why);
 
   const World& world() const { return world_; }
   Board& board() const { return *board_; }
@@ -31,7 +33,7 @@ class DeviceWorld {
   uint64_t scratch_bytes() const { return scratch_.mapped_bytes(); }
 
  private:
-  bool upload(Memory& memory, const BackendOptions& options, cudaStream_t side, std::string& why);
+  Status upload(Memory& memory, const BackendOptions& options, Side& side, std::string& why);
 
   World world_{};
   Board* board_ = nullptr;

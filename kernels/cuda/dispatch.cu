@@ -33,7 +33,15 @@ __device__ void take_call(const World& w, LaneState& s) {
   s.deadline = now + s.now.timeout_ns;
   s.record.last = kNoRank;
   s.mode = Mode::start;
-  if (w.call_delay_ns != 0) delay(w.call_delay_ns);
+  drill(w, w.call_delay_ns);
+}
+
+/// An engine can write the bell, too: what the host has not given is not taken, and nothing is taken twice.
+__device__ bool is_given(LaneState& s) {
+  const uint32_t number = load_u32_acquire(&s.host_number);
+  if (number == s.host_taken) return false;
+  s.host_taken = number;
+  return true;
 }
 
 __global__ void call_gate(const __grid_constant__ World w, uint32_t lane) {
@@ -47,8 +55,9 @@ __global__ void call_gate(const __grid_constant__ World w, uint32_t lane) {
     } else {
       s.mode = Mode::none;
       bell = wait_word(&s.mailbox->bell, global_time() + kGateNs, w.disarm, &s.disarm);
+      s.picture = load_u32_acquire(w.present);  // links may have become ready since the gate began
       if (bell != 0) store_u32(&s.mailbox->bell, 0);
-      if (load_u32(&s.disarm) != 0) bell = 0;
+      if (load_u32(&s.disarm) != 0 || (bell == kHostBell && !is_given(s))) bell = 0;
     }
   }
   __syncthreads();
@@ -137,7 +146,7 @@ __device__ void store_call_lines(const World& w, const LaneState& s, uint32_t la
   }
 }
 
-/// Decides whether the call runs; finds each rank's tokens of the next piece and announces them.
+/// Decides whether the call runs; finds each rank's tokens of the next piece.
 __global__ void admit(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
   if (s.mode != Mode::start && s.mode != Mode::piece) return;
@@ -167,8 +176,6 @@ __global__ void admit(const __grid_constant__ World w, uint32_t lane) {
     s.awaited[r] = sequence(link.session, s.count);
     if (any != 0) add_atomic(link.state == LinkState::ready ? s.waiting : s.out, r);
   }
-  __syncthreads();
-  store_call_lines(w, s, lane);
 }
 
 /// Quantises token `token` of the piece into a row record in shared memory; x in wire format is copied.
@@ -205,6 +212,8 @@ __global__ void dispatch(const __grid_constant__ World w, uint32_t lane) {
   extern __shared__ __align__(16) uint8_t row[];
   LaneState& s = w.lane[lane];
   if (s.mode != Mode::piece) return;
+  // Announced when this kernel runs, not before: its other blocks store the rows in the meantime.
+  if (blockIdx.x == 0) store_call_lines(w, s, lane);
   const uint32_t group = threadIdx.x / kLineLanes;
   for (uint32_t i = threadIdx.x; i < w.row_stride; i += blockDim.x) row[i] = 0;
   for (uint32_t t = blockIdx.x; t < s.tokens; t += gridDim.x) {

@@ -7,7 +7,8 @@ namespace moed::cuda {
 namespace {
 
 constexpr uint32_t kGateThreads = 256, kGatherThreads = 256, kGatherBlocks = 128;
-constexpr uint32_t kMayMiss = 2;  ///< passes that a source may miss before nobody lingers for it
+constexpr uint32_t kMayMiss = 2;       ///< passes that a source may miss before nobody lingers for it
+constexpr uint32_t kMostSources = 64;  ///< of one pass, with rows or without: choosing takes its time, too
 constexpr uint32_t kBitmapWords = kMaxTokens / 32;
 
 __device__ const uint32_t* bitmap_words(const CallLine& call) { return reinterpret_cast<const uint32_t*>(call.bitmap); }
@@ -66,7 +67,7 @@ struct Choice {
 /// Takes one pending watch into the pass, unless it does not fit any more. Lanes 0 to 7 of a warp read the line.
 __device__ void take_source(const World& w, uint32_t at, const DeviceLink& link, uint64_t now, Choice& choice) {
   Watch& watch = w.watch[at];
-  DeviceSource& source = w.source[choice.sources];
+  DeviceSource& source = w.source[choice.sources];  // one more than are taken has its place
   const uint32_t lane = at % w.layout.lanes_all;
   const uint64_t noted = watch.pending;
   __syncwarp();
@@ -88,7 +89,7 @@ __device__ void take_source(const World& w, uint32_t at, const DeviceLink& link,
   uint32_t rows = 0;
   const Status status = check_call(w, source.call, rows);
   if (status != Status::ok) rows = 0;
-  if (choice.sources > 0 && (choice.rows + rows) * w.shape.top_k > w.max_pairs) {
+  if (choice.sources == kMostSources || (choice.sources > 0 && (choice.rows + rows) * w.shape.top_k > w.max_pairs)) {
     if (!choice.left) choice.first_left = at;
     choice.left = true;
     watch.pending = sequence;
@@ -150,7 +151,7 @@ __global__ void serve_gate(const __grid_constant__ World w) {
     static_cast<void>(begin_pass(w, s.passes, w.board->begun));
     s.sources = s.rows = s.pairs = s.groups = 0;
     choice = {};
-    if (s.last_look == 0) s.last_look = global_time();
+    if (s.started == 0) s.started = s.last_look = global_time();
   }
   __syncthreads();
   const bool come = wait_block(global_time() + kGateNs, w.disarm, w.disarm, [&](uint64_t now) {

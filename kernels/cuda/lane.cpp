@@ -1,6 +1,7 @@
 // A host call reads from begin() downwards.
 #include "kernels/cuda/lane.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <thread>
@@ -11,8 +12,9 @@ namespace moed::cuda {
 namespace {
 
 constexpr uint64_t kAhead = 3;            ///< passes queued while a call runs: each waits less than 1 ms
-constexpr Nanos kLetGo = 1'000'000'000;   ///< how long the GPU may take to end what is queued
+constexpr Nanos kLetGo = 10'000'000'000;  ///< how long the GPU may take to end what is queued
 constexpr uint32_t kNudge = 0x20000000U;  ///< a bell that is no call: lets a parked pass through
+constexpr uint64_t kCopyPart = 1 << 20;   ///< a copy from or to the engine's memory keeps the thread busy
 constexpr uint64_t kMailboxBytes = sizeof(DeviceMailbox);
 
 }  // namespace
@@ -59,7 +61,7 @@ Status Lane::open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& 
   constexpr uint32_t none = 0;
   const bool good =
       shop_.side.zero(arena, bytes) && shop_.side.zero(box, kMailboxBytes) &&
-      shop_.side.to_gpu(&s->mailbox, &box, sizeof box) && shop_.side.to_gpu(&s->arena, &arena, sizeof arena) &&
+      shop_.side.to_gpu(&s->mailbox, &box, sizeof(void*)) && shop_.side.to_gpu(&s->arena, &arena, sizeof(void*)) &&
       shop_.side.to_gpu(&s->arena_bytes, &bytes, sizeof bytes) && shop_.side.to_gpu(&s->running, &none, sizeof none) &&
       shop_.side.to_gpu(&s->disarm, &none, sizeof none) && shop_.side.settle();
   if (!good) {
@@ -104,7 +106,10 @@ void Lane::copy_in(const Call& c) {
   if (kind_ != ArenaKind::host) return;
   const Shape& s = shop_.options.shape;
   const auto copy = [&](uint64_t offset, uint64_t bytes) {
-    shop_.side.to_gpu(arena_.as<std::byte>() + offset, engine_.data() + offset, bytes);
+    for (uint64_t end = offset + bytes; offset < end; offset += kCopyPart) {
+      shop_.side.to_gpu(arena_.as<std::byte>() + offset, engine_.data() + offset, std::min(kCopyPart, end - offset));
+      if (end - offset > kCopyPart) shop_.keep_serving();
+    }
   };
   const uint64_t t = c.tokens;
   const bool wire = (c.flags & kFlagWire) != 0;
@@ -146,6 +151,7 @@ Status Lane::begin(const Begin& begin, std::string& why) {
   else
     zero_out(begin.call);
   shop_.side.to_gpu(&state()->host_call, &call_, sizeof call_);
+  shop_.side.word(&state()->host_number, static_cast<uint32_t>(serial_));
   shop_.side.word(&mailbox_.as<DeviceMailbox>()->bell, kHostBell);
   running_ = true;
   pump();
@@ -182,7 +188,12 @@ void Lane::collect(CallRecord& out) {
   }
   const Call& c = begin_.call;
   if (call_.may_zero == 0 || kind_ != ArenaKind::host) return;
-  shop_.side.from_gpu(engine_.data() + c.out, arena_.as<std::byte>() + c.out, out_bytes(c, shop_.options.shape));
+  const uint64_t bytes = out_bytes(c, shop_.options.shape);
+  for (uint64_t at = 0; at < bytes; at += kCopyPart) {
+    shop_.side.from_gpu(engine_.data() + c.out + at, arena_.as<std::byte>() + c.out + at,
+                        std::min(kCopyPart, bytes - at));
+    if (bytes - at > kCopyPart) shop_.keep_serving();
+  }
 }
 
 /// Keeps passes queued while a call runs; an idle lane's pass waits for the bell by a stream memory operation.

@@ -2,7 +2,7 @@
 // ring.
 #pragma once
 
-#include <array>
+#include <functional>
 #include <mutex>
 
 #include "daemon/abi/validate.h"
@@ -19,6 +19,7 @@ struct Shop {
   const BackendOptions& options;
   Side& side;
   Health& health;
+  std::function<void()> keep_serving;  ///< between the parts of a long copy
 };
 
 class Lane {

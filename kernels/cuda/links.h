@@ -30,12 +30,13 @@ class Links {
   /// Changes the picture: passes that begin from now on read the new one. What the old one alone held is freed when no
   /// pass that began with it runs any more. False: the GPU does not let go of old pictures.
   bool change(const std::function<void(std::vector<Link>&)>& how);
+  /// Notes the segment that `rank` may write here; passes see it from the next change on, which a link needs to become
+  /// ready.
+  bool give(int rank, const std::shared_ptr<Segment>& segment);
   /// Frees what nothing uses any more.
   void sweep();
   /// Drops everything, after the last pass has ended.
   void clear();
-
-  uint64_t heap_bytes() const;
 
  private:
   /// A picture that was replaced: what it keeps alive, where it lies, and how many passes had begun by then.

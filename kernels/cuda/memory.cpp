@@ -300,6 +300,12 @@ Allocation Memory::import_local(const Allocation& memory, std::string& why) {
   return taken;
 }
 
+int Memory::owner(const Allocation& memory) const {
+  CUmemAllocationProp prop{};
+  if (context_->driver.cuMemGetAllocationPropertiesFromHandle(&prop, memory.handle_) != CUDA_SUCCESS) return -1;
+  return prop.location.type == CU_MEM_LOCATION_TYPE_DEVICE ? prop.location.id : -1;
+}
+
 uint64_t Memory::granularity() {
   const Scope scope(*context_);
   std::string why;

@@ -73,6 +73,9 @@ class Memory {
   /// Of any GPU in this process: a mapping of its own, whose memory lives as long as either.
   Allocation import_local(const Allocation& memory, std::string& why);
 
+  /// Ordinal of the GPU that memory lies on; -1: none that this process sees.
+  int owner(const Allocation& memory) const;
+
   /// What allocations are rounded up to, in bytes; 0 when the GPU does not let us in.
   uint64_t granularity();
 

@@ -15,6 +15,8 @@ __global__ void line_test(std::byte* lines, uint32_t rounds, unsigned long long*
   std::byte* line = lines + group * kLineBytes;
   unsigned long long whole = 0;
   unsigned long long torn = 0;
+  unsigned long long versions = 0;
+  uint64_t before = 0;
   for (uint32_t i = 1; i <= rounds; ++i) {
     if (blockIdx.x == 0) {
       store_16(line + part * 16, {i, i});
@@ -25,10 +27,13 @@ __global__ void line_test(std::byte* lines, uint32_t rounds, unsigned long long*
     const bool odd = words.x != sequence || words.y != sequence;
     const bool any = (__ballot_sync(line_mask(), odd) & line_mask()) != 0;
     (any ? torn : whole) += 1;
+    versions += sequence != before ? 1 : 0;
+    before = sequence;
   }
   if (blockIdx.x == 0 || part != 0) return;
   atomicAdd(&counts[0], whole);
   atomicAdd(&counts[1], torn);
+  atomicAdd(&counts[2], versions);
 }
 
 /// Captures what `chain` launches on `stream` and makes it a graph that can be launched.

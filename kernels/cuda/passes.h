@@ -33,7 +33,7 @@ cudaError_t capture_serve_pass(const World& w, cudaStream_t stream, cudaGraphExe
 void launch_note(uint32_t* word, cudaStream_t stream);
 
 /// The line test of a link: one block writes `rounds` versions of `count` lines (at most kTestLines), another reads
-/// them meanwhile. counts[0]: lines read whole, counts[1]: torn.
+/// them meanwhile. counts[0]: lines read whole, counts[1]: torn, counts[2]: versions seen.
 inline constexpr uint32_t kTestLines = 64;
 void launch_line_test(std::byte* lines, uint32_t count, uint32_t rounds, unsigned long long* counts,
                       cudaStream_t stream);

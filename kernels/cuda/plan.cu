@@ -74,12 +74,8 @@ __global__ void plan(const __grid_constant__ World w) {
     }
   }
   if (threadIdx.x != 0) return;
-  if (w.experts_delay_ns != 0) {
-    s.experts = global_time();
-    delay(w.experts_delay_ns);
-    return;
-  }
   s.experts = global_time();
+  drill(w, w.experts_delay_ns);
 }
 
 }  // namespace

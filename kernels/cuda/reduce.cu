@@ -6,6 +6,7 @@ namespace moed::cuda {
 namespace {
 
 constexpr uint32_t kWaitThreads = 128, kReduceThreads = 256, kReduceBlocks = 264, kFinishThreads = 128;
+constexpr unsigned long long kNobody = ~0ULL;
 constexpr uint32_t kLineValues = kLinePayload / 2;  ///< BF16 values of one line of a partial
 
 __device__ void add_saturating(uint32_t& total, uint64_t v) { total = saturated(uint64_t{total} + v); }
@@ -18,9 +19,9 @@ __device__ bool still_there(const DeviceLink& now, uint64_t awaited) {
 /// What a look of the waiting block has found out.
 struct Look {
   RankSet waiting, in, out;
-  uint32_t took[kMaxRanks];  ///< of the ranks whose line came in this look: what they say it took them
-  RankSet came;
-  uint32_t refused;  ///< 1 + a rank that answered with a status of its own
+  uint32_t took[kMaxRanks];    ///< of the ranks whose line came in this look: what they say it took them
+  RankSet came, departed;      ///< in this look
+  unsigned long long refused;  ///< rank << 32 | status of the first rank that answered with one of its own; ~0: none
 };
 
 /// Eight lanes look at rank r's return line and take it when it is the one awaited.
@@ -49,28 +50,27 @@ __device__ void look_at(const World& w, LaneState& s, uint32_t lane, uint32_t r,
     add_atomic(look.came, r);
     remove_atomic(look.waiting, r);
     add_atomic(look.in, r);
-    if (status != 0) {
-      s.record.value = status;  // a peer's word is reported, never taken for our own status
-      look.refused = r + 1;
-    }
+    if (status != 0) atomicMin(&look.refused, static_cast<unsigned long long>(r) << 32 | status);
   } else if (!there && part == 0) {
     remove_atomic(look.waiting, r);
     add_atomic(look.out, r);
+    add_atomic(look.departed, r);
     add_saturating(s.record.peer[r].wait, now > s.waited_from ? now - s.waited_from : 0);
-    s.record.last = r;
   }
 }
 
-/// Of several return lines that a look finds at once, the one that says it was slowest counts as the last.
+/// Of several return lines that a look finds at once, the one that says it was slowest counts as the last; a rank that
+/// is gone was last in any case.
 __device__ void note_last(const World& w, LaneState& s, Look& look) {
-  if (empty(look.came)) return;
+  if (empty(look.came) && empty(look.departed)) return;
   uint32_t slowest = 0;
   for (uint32_t r = 0; r < w.ranks; ++r) {
+    if (has(look.departed, r)) s.record.last = r;
     if (!has(look.came, r) || look.took[r] < slowest) continue;
     slowest = look.took[r];
     s.record.last = r;
   }
-  look.came = {};
+  look.came = look.departed = {};
 }
 
 /// Every rank that did not answer was last, too, and leaves a fault.
@@ -91,9 +91,10 @@ __device__ void give_up(const World& w, LaneState& s, uint32_t lane, const Look&
 /// The decision, by one thread, once: what the call does from here. False: it goes on waiting.
 __device__ bool decide(const World& w, LaneState& s, uint32_t lane, Look& look, uint64_t now) {
   note_last(w, s, look);
-  if (look.refused != 0) {
+  if (look.refused != kNobody) {
     s.named = {};
-    add_atomic(s.named, look.refused - 1);
+    add_atomic(s.named, static_cast<uint32_t>(look.refused >> 32));
+    s.record.value = static_cast<uint32_t>(look.refused);  // a peer's word is reported, never taken for our own status
     s.ended = Status::internal;
   } else if (!empty(look.out) && w.drop == 0) {
     s.named = look.out;
@@ -114,6 +115,15 @@ __device__ bool decide(const World& w, LaneState& s, uint32_t lane, Look& look, 
   return true;
 }
 
+/// A rank that answered in an earlier pass and is gone since has taken its partials along.
+__device__ void drop_departed(const World& w, const LaneState& s, Look& look) {
+  for (uint32_t r = 0; r < w.ranks; ++r) {
+    if (!has(look.in, r) || still_there(w.pictures[s.picture].link[r], s.awaited[r])) continue;
+    remove_atomic(look.in, r);
+    add_atomic(look.out, r);
+  }
+}
+
 /// Waits for the return lines of the present piece; alone decides which ranks are in and which are out.
 __global__ void wait_returns(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
@@ -125,8 +135,9 @@ __global__ void wait_returns(const __grid_constant__ World w, uint32_t lane) {
     look.waiting = s.waiting;
     look.in = s.in;
     look.out = s.out;
-    look.came = {};
-    look.refused = 0;
+    look.came = look.departed = {};
+    drop_departed(w, s, look);
+    look.refused = kNobody;
     if (s.sent == 0) {
       s.sent = 1;
       s.waited_from = started;
@@ -161,7 +172,7 @@ __device__ bool sum_line(const World& w, LaneState& s, uint32_t lane, uint32_t t
     uint64_t found = 0;
     if (wait_line(lines + l * kLineBytes, s.awaited[r], until, words, found) != Seen::same) {
       if (threadIdx.x % kLineLanes == 0) {
-        s.broken = r + 1;
+        if (atomicCAS(&s.broken, 0U, r + 1) != 0) return false;
         report_fault(w, {Awaited::partial, r, lane, token, s.awaited[r], found, global_time() - s.decided});
       }
       return false;

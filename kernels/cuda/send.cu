@@ -38,7 +38,7 @@ __global__ void send(const __grid_constant__ World w) {
   ServeState& s = *w.serve;
   if (blockIdx.x == 0 && threadIdx.x == 0 && s.sources != 0) {
     s.send = global_time();
-    if (w.send_delay_ns != 0) delay(w.send_delay_ns);
+    drill(w, w.send_delay_ns);
   }
   const uint32_t part = threadIdx.x % kLineLanes;
   for (uint32_t index = blockIdx.x; index < s.rows; index += gridDim.x) {
@@ -63,7 +63,8 @@ __global__ void send(const __grid_constant__ World w) {
 }
 
 /// Eight lanes store one source's return line.
-__device__ void store_return(const World& w, const DeviceSource& source, uint32_t sources, uint64_t now) {
+__device__ void store_return(const World& w, const DeviceSource& source, uint32_t sources, uint32_t rows,
+                             uint64_t now) {
   const ServeState& s = *w.serve;
   const uint32_t part = threadIdx.x % kLineLanes;
   const bool good = source.status == static_cast<uint32_t>(Status::ok);
@@ -73,7 +74,7 @@ __device__ void store_return(const World& w, const DeviceSource& source, uint32_
   if (part == 0) {
     word[0] = source.status;
     word[1] = good ? source.rows : 0;
-    word[2] = s.rows;
+    word[2] = rows;
     word[3] = sources;
   } else if (part == 1) {
     word[0] = saturated(source.queue_ns);
@@ -97,10 +98,10 @@ __device__ void look_again(const World& w, const DeviceSource& source, uint64_t 
 }
 
 /// What the host is told of a pass.
-__device__ void record_pass(const World& w, uint32_t sources, uint64_t now) {
+__device__ void record_pass(const World& w, uint32_t sources, uint32_t rows, uint64_t now) {
   ServeState& s = *w.serve;
   ServeRecord& r = w.board->served[s.records % kServeRecords];
-  r.rows = s.rows;
+  r.rows = rows;
   r.sources = sources;
   r.pairs = s.pairs;
   r.refused = 0;
@@ -116,17 +117,20 @@ __device__ void record_pass(const World& w, uint32_t sources, uint64_t now) {
 __global__ void returns(const __grid_constant__ World w) {
   ServeState& s = *w.serve;
   __shared__ uint32_t sources;
-  if (threadIdx.x == 0) sources = 0;
+  __shared__ uint32_t rows;
+  if (threadIdx.x == 0) sources = rows = 0;
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < s.sources; i += blockDim.x)
+  for (uint32_t i = threadIdx.x; i < s.sources; i += blockDim.x) {
     if (w.source[i].incomplete == 0) atomicAdd(&sources, 1U);
+    if (served(w.source[i])) atomicAdd(&rows, w.source[i].rows);
+  }
   __syncthreads();
   const uint64_t now = global_time();
   for (uint32_t i = threadIdx.x / kLineLanes; i < s.sources; i += blockDim.x / kLineLanes)
-    if (w.source[i].incomplete == 0) store_return(w, w.source[i], sources, now);
+    if (w.source[i].incomplete == 0) store_return(w, w.source[i], sources, rows, now);
   for (uint32_t i = threadIdx.x; i < s.sources; i += blockDim.x) look_again(w, w.source[i], now);
   if (threadIdx.x != 0) return;
-  if (s.sources != 0) record_pass(w, sources, now);
+  if (s.sources != 0) record_pass(w, sources, rows, now);
   store_u64_release(&w.board->completed, s.passes);
 }
 

@@ -25,6 +25,12 @@ bool Health::good(CUresult result, const Driver& driver, const char* what) {
          note(std::string(what) + ": " + driver.text(result) + "; the GPU's context is lost, start this process again");
 }
 
+void Health::stand_still(std::string text) {
+  if (lost()) return;
+  stuck_.store(true, std::memory_order_release);
+  note(std::move(text));
+}
+
 std::string Health::text() const {
   const std::lock_guard lock(mutex_);
   return text_;
@@ -54,7 +60,8 @@ bool Side::word(const void* at, uint32_t value) {
                       "writing a word");
 }
 
-/// Asks again and again rather than block in the driver, so that a GPU that stands still is found out.
+/// Asks again and again, so that a GPU that stands still is found out; only copies from or to memory of the host that
+/// is not pinned block in the driver.
 bool Side::settle() {
   for (const Nanos until = now_ns() + kLongestCopy;;) {
     const cudaError_t e = cudaStreamQuery(stream_);

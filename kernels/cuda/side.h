@@ -18,12 +18,15 @@ class Health {
   /// True when `error` is none; else notes it.
   bool good(cudaError_t error, const char* what);
   bool good(CUresult result, const Driver& driver, const char* what);
+  /// A GPU that answers nothing any more: as sticky, and told apart.
+  void stand_still(std::string text);
+  bool stuck() const { return stuck_.load(std::memory_order_acquire); }
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   std::string text() const;
 
  private:
   bool note(std::string text);
-  std::atomic<bool> lost_{false};
+  std::atomic<bool> lost_{false}, stuck_{false};
   mutable std::mutex mutex_;
   std::string text_;
 };

@@ -22,31 +22,36 @@ bool runs(cudaStream_t stream, Health& health) {
 
 }  // namespace
 
-bool prove_streams(const Driver& driver, Memory& memory, Side& side, Health& health, cudaStream_t first,
-                   const std::vector<cudaStream_t>& others, std::string& why) {
-  const Allocation words = memory.make(2 * sizeof(uint32_t), std::nullopt, why);
+bool prove_streams(const Shop& shop, cudaStream_t first, const std::vector<cudaStream_t>& lanes, std::string& why) {
+  Side& side = shop.side;
+  Health& health = shop.health;
+  const Allocation words = shop.memory.make((lanes.size() + 1) * sizeof(uint32_t), std::nullopt, why);
   if (!words) return false;
-  auto* const gate = words.as<uint32_t>();
-  if (!side.zero(gate, 2 * sizeof(uint32_t)) || !side.settle()) return false;
-  launch_note(gate + 1, first);  // loaded before anything waits
-  bool free = runs(first, health);
-  for (const cudaStream_t stream : others) {
+  auto* const gate = words.as<uint32_t>();  // one a lane
+  uint32_t* const noted = gate + lanes.size();
+  bool good = side.zero(gate, words.bytes()) && side.settle();
+  launch_note(noted, first);  // loaded before anything waits
+  good = good && runs(first, health);
+  for (size_t i = 0; i < lanes.size(); ++i) {
     for (int pass = 0; pass < 2; ++pass) {  // an armed pass and one behind it
-      health.good(driver.cuStreamWaitValue32(stream, words.address(), 1, CU_STREAM_WAIT_VALUE_GEQ), driver,
-                  "start-up test of streams");
-      launch_note(gate + 1, stream);
+      health.good(shop.driver.cuStreamWaitValue32(lanes[i], reinterpret_cast<CUdeviceptr>(gate + i), 1,
+                                                  CU_STREAM_WAIT_VALUE_GEQ),
+                  shop.driver, "start-up test of streams");
+      launch_note(noted, lanes[i]);
     }
   }
-  launch_note(gate + 1, first);
-  launch_note(gate + 1, side.stream());
-  free = free && runs(first, health) && runs(side.stream(), health);
-  side.word(gate, 1);  // whatever came of it, the lanes are let through
-  bool all = runs(side.stream(), health);
-  for (const cudaStream_t stream : others) all = runs(stream, health) && all;
-  if (free && all && !health.lost()) return true;
+  launch_note(noted, first);
+  launch_note(noted, side.stream());
+  good = good && runs(first, health) && runs(side.stream(), health);
+  for (size_t i = lanes.size(); i-- > 0;) {  // the last lane first: the others still wait
+    side.word(gate + i, 1);
+    good = runs(lanes[i], health) && good;
+  }
+  for (const cudaStream_t lane : lanes) runs(lane, health);  // nothing uses the words any more
+  if (good && !health.lost()) return true;
   why = health.lost() ? health.text()
-                      : "lanes that wait stop other streams of this process; set CUDA_DEVICE_MAX_CONNECTIONS=32 before "
-                        "it starts, or lower limits.lanes";
+                      : "a lane that waits stops other streams of this process; set CUDA_DEVICE_MAX_CONNECTIONS=32 "
+                        "before it starts, or lower limits.lanes";
   return false;
 }
 

@@ -6,13 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/side.h"
+#include "kernels/cuda/lane.h"
 
 namespace moed::cuda {
 
-/// Whether streams that wait stop others: lanes wait, and meanwhile `first` and the side stream have to run.
-/// `others`: streams of the lanes. False: which stood still, and the remedy.
-bool prove_streams(const Driver& driver, Memory& memory, Side& side, Health& health, cudaStream_t first,
-                   const std::vector<cudaStream_t>& others, std::string& why);
+/// Whether streams that wait stop others: while all `lanes` wait, `first` and the side stream have to run, and each
+/// lane that is let go while those before it still wait. False: why, and the remedy.
+bool prove_streams(const Shop& shop, cudaStream_t first, const std::vector<cudaStream_t>& lanes, std::string& why);
 
 }  // namespace moed::cuda

@@ -81,6 +81,7 @@ struct LaneState {
   // By the host at any time:
   alignas(128) uint32_t disarm;
   DeviceCall host_call;
+  uint32_t host_number;  ///< low half of host_call's number, written after it
   // By the passes:
   alignas(128) DeviceCall now;
   Mode mode;
@@ -93,12 +94,13 @@ struct LaneState {
   uint32_t tokens;         ///< of the present piece
   Status ended;            ///< pending: it goes on
   Status good;             ///< what a call that worked ends as
-  uint32_t broken;         ///< 1 + a rank whose partial was not there although its return line was
+  uint32_t broken;         ///< 1 + the first rank whose partial was not there although its return line was
   unsigned long long bad;  ///< first slot with an id out of range; ~0: none
   uint64_t seen, deadline, waited_from, decided;  ///< global_time
   RankSet needed, waiting, in, out, named;
   uint64_t awaited[kMaxRanks];  ///< sequence of the present piece, by rank
   uint64_t passes;              ///< begun on this lane
+  uint32_t host_taken;          ///< host_number of the host call taken last
   alignas(16) CallRecord record;
   uint32_t bitmap[kMaxRanks][kMaxTokens / 32];  ///< of the present piece: tokens that have a row at that rank
 };
@@ -147,6 +149,7 @@ struct ServeState {
   uint64_t last_look, first_pending;
   uint64_t gather, experts, send;  ///< global_time at which each began
   uint64_t passes;                 ///< begun
+  uint64_t started;                ///< global_time of the first one
   uint64_t records;                ///< passes that served somebody
 };
 
@@ -185,6 +188,7 @@ struct World {
   uint32_t row_stride;  ///< bytes of a gathered row: whole lines' payload
   uint64_t linger_ns;
   uint64_t experts_delay_ns, send_delay_ns, call_delay_ns;
+  uint64_t delay_for_ns;  ///< the delays end so long after the first pass; 0: never
   Picture* pictures;
   uint32_t* present;          ///< index of the present picture
   uint32_t* disarm;           ///< not 0: every gate and wait ends

@@ -33,8 +33,8 @@ using moed::bench::Nccl;
 constexpr size_t kLatent = 3584;  ///< Kimi K3
 constexpr size_t kTopK = 16;
 constexpr size_t kIdsAndWeights = kTopK * (sizeof(int32_t) + sizeof(float));
-constexpr int kPairs = 50;                                  ///< pairs in a graph
-constexpr int kWarmUps = 20;                                ///< replays before those that count
+constexpr int kPairs = 50;    ///< pairs in a graph
+constexpr int kWarmUps = 20;  ///< replays before those that count
 constexpr int kMaxRanks = 8;
 constexpr uint8_t kPoison = 0xFF;  ///< no byte of a payload; as BF16 a NaN
 

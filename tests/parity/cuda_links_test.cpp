@@ -123,6 +123,36 @@ void wait_and_lose(World& world, std::vector<std::unique_ptr<Engine>>& engines, 
 /// small_shape() has eight experts: in a world of two, pairs 0 and 1 are of rank 0. These jobs name both ranks.
 Job both_ranks(uint32_t tokens, float x) { return simple_job(tokens, {0, 2}, x); }
 
+/// Rank 1 answers and is lost; the call goes on waiting for rank 2, whose link becomes ready at the far end only then.
+/// What rank 1 had written is gone with its segment: the call ends without it, and the GPU's context goes on.
+TEST_F(CudaLinks, ARankThatAnsweredAndIsLostBeforeTheOthersAnswered) {
+  for (const OnLostRank then : {OnLostRank::fail, OnLostRank::drop}) {
+    WorldOptions o = options(3);
+    o.on_lost_rank = then;
+    o.linked = false;
+    World world(o);
+    const auto engine = world.engine(0);
+    for (uint32_t session = 1; session <= 5; ++session) {
+      world.link(0, 1, session);
+      world.map(0, 2);
+      world.ready(0, 2, session);
+      const Call call = engine->lay_out(simple_job(7, {1, 3}, 2));  // experts of ranks 1 and 2
+      engine->submit(call);
+      Reply reply{};
+      ASSERT_FALSE(engine->wait(reply, 3 * kMs)) << name(status_of(reply));  // passes go by
+      world.lose(0, 1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));  // the pass that saw the link may still use it: ok
+      world.ready(2, 0, session);
+      ASSERT_TRUE(engine->wait(reply, 500 * kMs)) << "a call goes on waiting for a rank that has answered and is gone";
+      EXPECT_EQ(status_of(reply), then == OnLostRank::fail ? Status::peer_lost : Status::degraded)
+          << name(status_of(reply));
+      EXPECT_EQ(reply.ranks[0], 2ULL);
+      for (int i = 0; i < 100; ++i) ASSERT_TRUE(expect_answer(*engine, simple_job(3, {0}, 2), 4)) << i;
+      world.lose(0, 2);
+    }
+  }
+}
+
 TEST_F(CudaLinks, CallsThatWaitEndWhenTheLinkIsLostAndALinkMadeAgainServes) {
   for (const OnLostRank then : {OnLostRank::fail, OnLostRank::drop}) {
     WorldOptions o = options(4);

@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/device_world.h"
 #include "kernels/cuda/passes.h"
+#include "kernels/cuda/side.h"
 #include "tests/support/played_peer.h"
 #include "tests/support/synthetic.h"
 
@@ -68,7 +69,8 @@ class Planner {
  public:
   Planner(const BackendOptions& options) : options_(options), memory_(test::loaded_driver(), 0), copies_(0) {
     std::string why;
-    if (!world_.make(memory_, options, copies_.stream(), why)) throw std::runtime_error(why);
+    if (!side_.make()) throw std::runtime_error(health_.text());
+    if (world_.make(memory_, options, side_, why) != Status::ok) throw std::runtime_error(why);
   }
 
   uint32_t max_rows() const { return world_.world().max_rows; }
@@ -189,6 +191,8 @@ class Planner {
   const BackendOptions options_;
   cuda::Memory memory_;
   test::Copies copies_;
+  cuda::Health health_;
+  cuda::Side side_{test::loaded_driver(), health_};
   cuda::DeviceWorld world_;
   cuda::ServeState state_{};
   std::vector<cuda::Group> groups_;

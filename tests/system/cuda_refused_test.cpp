@@ -120,7 +120,7 @@ TEST_F(CudaRefusal, AShapeWithoutAKernel) {
   const BrokenDriver broken;  // a configuration's fault comes first, with a GPU or without
   expect_refused(
       run_moed(broken.environment(), {"serve", "--set", "backend=cuda", "--set", "model.shape={latent: 16384}"}), 65,
-      {"backend = cuda cannot serve this shape: latent = 16384 is not at most 8192"});
+      {"backend = cuda cannot serve this: latent = 16384 is not at most 8192"});
 }
 
 TEST_F(CudaRefusal, ADeviceThatIsNotThere) {
@@ -131,11 +131,12 @@ TEST_F(CudaRefusal, ADeviceThatIsNotThere) {
 
 TEST_F(CudaRefusal, TooLittleMemory) {
   if (test::gpus_here() == 0) GTEST_SKIP() << "nvidia-smi -L lists no GPU";
-  // 128 segments of 64 lanes with 832 wide rows each: 184 GB.
-  expect_refused(run_moed({}, {"serve", "--set", "backend=cuda", "--set", "limits={lanes: 64, max_tokens: 832}",
-                               "--set", test::peers_of(test::free_ports(128)), "--set",
-                               "model.shape={latent: 8192, intermediate: 32, experts: 128, layers: 1}"}),
-                 73, {"are needed"});
+  // 128 segments of 29 lanes with 832 wide rows each: 85 GB; and 29 arenas of 16 GB.
+  expect_refused(
+      run_moed({}, {"serve", "--set", "backend=cuda", "--set", "limits={lanes: 29, max_tokens: 832, arena_mb: 16384}",
+                    "--set", test::peers_of(test::free_ports(128)), "--set",
+                    "model.shape={latent: 8192, intermediate: 32, experts: 128, layers: 1}"}),
+      73, {"are needed"});
 }
 
 }  // namespace
