@@ -278,5 +278,22 @@ TEST_F(CudaLinks, ADaemonThatLeavesEndsNewCallsWithDraining) {
   expect_answer(*other, both_ranks(4, 2), 4);  // who leaves serves its peers to the last
 }
 
+/// A kernel that goes on for a second stands for a GPU that answers nothing: calls cannot end by themselves then, so
+/// the back end says that it is over.
+TEST_F(CudaLinks, AGpuThatStandsStillIsFoundOut) {
+  WorldOptions o = options(1);
+  o.drills.experts_delay_us = 1'000'000;
+  o.stuck_after_ms = 200;
+  World world(o);
+  const auto engine = world.engine(0);
+  EXPECT_EQ(world.backend(0).health(), Status::ok);
+  engine->submit(engine->lay_out(simple_job(3, {1}, 2)));
+  Status health = Status::ok;
+  for (const Nanos until = now_ns() + 900 * kMs; health == Status::ok && now_ns() < until;)
+    health = world.backend(0).health();
+  EXPECT_EQ(health, Status::internal) << name(health);
+  EXPECT_NE(world.backend(0).last_error().find("stands still"), std::string::npos) << world.backend(0).last_error();
+}
+
 }  // namespace
 }  // namespace moed

@@ -164,6 +164,7 @@ struct WorldOptions {
   std::function<ModelWeights(uint32_t rank)> weights{};
   std::function<std::unique_ptr<Backend>(BackendOptions)> make = make_cpu_backend;
   uint32_t spin_us = 0;                ///< of the service loops; 0: many ranks on few cores sleep at once
+  uint32_t stuck_after_ms = 0;         ///< of a CUDA back end; 0: it never looks
   std::vector<std::string> devices{};  ///< GPUs, of which rank r takes number r modulo their count; nothing: no GPU
 };
 
@@ -237,6 +238,7 @@ class World {
       o.on_lost_rank = w.on_lost_rank;
       o.drills = w.drills;
       o.in_process = true;
+      o.stuck_after_ms = w.stuck_after_ms;
       o.park = std::getenv("MOED_NO_PARK") == nullptr;
       if (!w.devices.empty()) o.device = w.devices[rank % w.devices.size()];
       return w.make(std::move(o));
