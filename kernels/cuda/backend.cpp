@@ -35,6 +35,17 @@ uint64_t total(const BackendOptions& o) {
   return m.heap + m.weights + m.scratch + o.lanes * o.arena_bytes;
 }
 
+/// What no GPU can do for these options.
+ShapeFault unsupported(const BackendOptions& o) {
+  ShapeFault fault = check(o.shape, o.ranks, o.max_tokens);
+  if (fault.field == nullptr) fault = kernel_fault(o.shape);
+  if (fault.field == nullptr && o.lanes > kMostLanes)
+    fault = {"lanes", o.lanes, "at most 29: a GPU has 32 queues, and each lane waits in one of its own"};
+  if (fault.field == nullptr && o.max_pairs > kMostPairs)
+    fault = {"max_pairs", o.max_pairs, "at most 32768: a pass has to end soon"};
+  return fault;
+}
+
 std::string sentence(const ShapeFault& fault) {
   return std::string(fault.field) + " = " + std::to_string(fault.value) + " is not " + fault.limit;
 }
@@ -44,12 +55,7 @@ std::string sentence(const ShapeFault& fault) {
 class CudaBackend final : public Backend {
  public:
   explicit CudaBackend(BackendOptions options) : options_(std::move(options)) {
-    ShapeFault fault = check(options_.shape, options_.ranks, options_.max_tokens);
-    if (fault.field == nullptr) fault = kernel_fault(options_.shape);
-    if (fault.field == nullptr && options_.lanes > kMostLanes)
-      fault = {"lanes", options_.lanes, "at most 29: a GPU has 32 queues, and each lane waits in one of its own"};
-    if (fault.field == nullptr && options_.max_pairs > kMostPairs)
-      fault = {"max_pairs", options_.max_pairs, "at most 32768: a pass has to end soon"};
+    const ShapeFault fault = unsupported(options_);
     if (fault.field != nullptr) throw std::invalid_argument(sentence(fault));
     std::string why;
     if (!find(options_, driver_, gpu_, why)) throw GpuError(why);
@@ -245,7 +251,7 @@ class CudaBackend final : public Backend {
   }
 
   Lane* find_lane(int lane) const {
-    return lane >= 1 && lane <= static_cast<int>(lanes_.size()) ? lanes_[static_cast<size_t>(lane) - 1].get() : nullptr;
+    return lane >= 0 && lane < static_cast<int>(lanes_.size()) ? lanes_[static_cast<size_t>(lane)].get() : nullptr;
   }
 
   /// Everything that is taken and proven before the back end is ready.
@@ -295,7 +301,7 @@ class CudaBackend final : public Backend {
     shop_ =
         std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_, [this] { keep_serving(); }});
     std::vector<cudaStream_t> streams;
-    for (uint32_t i = 1; i <= options_.lanes; ++i) {
+    for (uint32_t i = 0; i <= options_.lanes; ++i) {  // lane 0 is the daemon's own
       need(lanes_.emplace_back(std::make_unique<Lane>(*shop_, i))->make(priority));
       links_->watch(lanes_.back()->pass());
       streams.push_back(lanes_.back()->pass().stream());
@@ -367,8 +373,14 @@ std::vector<std::string> gpu_missing(const BackendOptions& options) {
   const cuda::Driver* functions = nullptr;
   cuda::GpuFacts gpu;
   std::string why;
-  if (!cuda::find(options, functions, gpu, why)) return {why};
-  return cuda::gpu_faults(gpu, cuda::total(options));
+  std::vector<std::string> all;
+  if (const ShapeFault fault = cuda::unsupported(options); fault.field != nullptr) all.push_back(cuda::sentence(fault));
+  if (!cuda::find(options, functions, gpu, why)) {
+    all.push_back(why);
+    return all;
+  }
+  for (const std::string& lacks : cuda::gpu_faults(gpu, cuda::total(options))) all.push_back(lacks);
+  return all;
 }
 
 int gpu_count() {
