@@ -282,7 +282,7 @@ class CudaBackend final : public Backend {
   /// Passes are queued all the time and none takes long: when none begins or ends, the GPU stands still.
   void look_whether_stuck(Nanos now) {
     const uint64_t moved = serve_.begun() + serve_.completed();
-    if (moved != moved_ || serve_.ahead() == 0) {
+    if (moved != moved_ || serve_.ahead() == 0 || moved_at_ == 0) {
       moved_ = moved;
       moved_at_ = now;
     } else if (options_.stuck_after_ms != 0 && now > moved_at_ + uint64_t{options_.stuck_after_ms} * 1'000'000) {
