@@ -62,7 +62,7 @@ std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) 
                  {"transport", theirs.transport, ours.transport}};
   const std::string group = field_text(theirs.group);
   const std::string our_group = field_text(ours.group);
-  if (group != our_group) return differs("group", group, our_group);
+  if (group != our_group) return differs("group", printable(group), our_group);
   for (const auto& n : numbers)
     if (n.there != n.here) return differs(n.field, std::to_string(n.there), std::to_string(n.here));
   if (theirs.rank >= ours.ranks)
@@ -74,7 +74,8 @@ std::optional<std::string> disagreement(const Hello& ours, const Hello& theirs) 
                    hex(std::span(ours.model_digest).first(8)) + "..");
   const std::string revision = field_text(theirs.revision);
   const std::string our_revision = field_text(ours.revision);
-  if (revision != our_revision) return differs("weights revision", "'" + revision + "'", "'" + our_revision + "'");
+  if (revision != our_revision)
+    return differs("weights revision", "'" + printable(revision) + "'", "'" + our_revision + "'");
   if ((theirs.handle_kinds & ours.handle_kinds) == 0)
     return differs("handle kinds", std::to_string(theirs.handle_kinds),
                    std::to_string(ours.handle_kinds) + ": none in common");

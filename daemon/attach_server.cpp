@@ -172,6 +172,7 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
       return this->attach(c, attach);
     }
     if (is(MessageType::status, sizeof(StatusQuery))) return send_status(c);
+    if (is(MessageType::trace, sizeof(TraceQuery))) return send_trace(c);
     if (is(MessageType::fetch, sizeof(Fetch))) {
       Fetch fetch;
       std::memcpy(&fetch, buffer.data(), sizeof fetch);
@@ -189,14 +190,28 @@ class AttachServer::Impl : public std::enable_shared_from_this<Impl> {
     return refuse_message(c, got);
   }
 
+  /// What speaks against giving a descriptor to this user; empty: nothing.
+  static std::string foreign(const Connection& c) {
+    if (c.uid == ::geteuid()) return {};
+    return "uid " + std::to_string(c.uid) + " is not this daemon's, " + std::to_string(::geteuid());
+  }
+
+  bool send_trace(const ConnectionPtr& c) {
+    const std::string why = foreign(*c);
+    if (!why.empty()) {
+      metrics_.refused(Refused::attach);
+      log_warn("trace refused", {{"pid", c->pid}, {"reason", why}});
+      return answer(c, Status::denied, why);
+    }
+    const int fds[] = {handlers_.trace()};
+    return answer(c, Status::ok, "", fds);
+  }
+
   /// A peer daemon's token for a descriptor of ours.
   bool fetch(const ConnectionPtr& c, const Fetch& f) {
-    std::string why;
+    std::string why = foreign(*c);
     Fd fd;
-    if (c->uid != ::geteuid())
-      why = "uid " + std::to_string(c->uid) + " is not this daemon's, " + std::to_string(::geteuid());
-    else
-      fd = handlers_.fetch(f, why);
+    if (why.empty()) fd = handlers_.fetch(f, why);
     if (!fd) {
       metrics_.refused(Refused::message);
       log_warn("fetch refused", {{"pid", c->pid}, {"rank", f.rank}, {"reason", why}});

@@ -41,6 +41,8 @@ struct AttachHandlers {
   std::function<std::string()> status_json;
   /// The descriptor behind a peer's token; empty and a sentence: there is none.
   std::function<Fd(const Fetch&, std::string& why)> fetch;
+  /// The recorder's file, which nobody else can write; it stays the recorder's.
+  std::function<int()> trace;
 };
 
 /// Everything runs on the thread that runs `io`. The rank's lock is held by the caller. The constructor throws

@@ -36,6 +36,8 @@ Daemon::Daemon(const Config& config)
       metrics_(metrics_info()),
       links_(io_, config_, model_, incarnation_, metrics_),
       backend_(loaded_backend()),
+      recorder_(
+          {.calls = config.recorder.calls, .rank = config.rank, .ranks = config.ranks(), .incarnation = incarnation_}),
       service_(*backend_, metrics_, service_options()),
       attach_(io_, attach_options(), *backend_, service_, metrics_, attach_handlers()),
       signals_(io_, SIGTERM, SIGINT),
@@ -167,7 +169,7 @@ MetricsInfo Daemon::metrics_info() const {
   return info;
 }
 
-ServiceOptions Daemon::service_options() const {
+ServiceOptions Daemon::service_options() {
   ServiceOptions o;
   o.shape = model_.shape;
   o.idle = {config_.service.spin_us, config_.service.cpu};
@@ -176,12 +178,14 @@ ServiceOptions Daemon::service_options() const {
   o.first_deadline_ms = config_.calls.first_deadline_ms;
   o.loop_delay_us = config_.debug.loop_delay_us;
   o.delay_for_ms = config_.debug.for_ms;
+  o.recorder = &recorder_;
   return o;
 }
 
 AttachHandlers Daemon::attach_handlers() {
   return {.status_json = [this] { return to_json(report()); },
-          .fetch = [this](const Fetch& fetch, std::string& why) { return links_.take(fetch, why); }};
+          .fetch = [this](const Fetch& fetch, std::string& why) { return links_.take(fetch, why); },
+          .trace = [this] { return recorder_.descriptor(); }};
 }
 
 AttachOptions Daemon::attach_options() const {

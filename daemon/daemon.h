@@ -18,6 +18,7 @@
 #include "daemon/metrics.h"
 #include "daemon/model.h"
 #include "daemon/rank_lock.h"
+#include "daemon/recorder.h"
 #include "daemon/report.h"
 #include "daemon/service_loop.h"
 
@@ -36,7 +37,7 @@ class Daemon {
   // daemon.cpp
   std::unique_ptr<Backend> loaded_backend();
   MetricsInfo metrics_info() const;
-  ServiceOptions service_options() const;
+  ServiceOptions service_options();
   AttachHandlers attach_handlers();
   AttachOptions attach_options() const;
   void links_changed();
@@ -63,6 +64,7 @@ class Daemon {
   boost::asio::io_context io_{1};
   Links links_;
   std::unique_ptr<Backend> backend_;
+  Recorder recorder_;
   ServiceLoop service_;
   AttachServer attach_;
   std::unique_ptr<HttpServer> http_;

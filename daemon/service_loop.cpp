@@ -2,6 +2,7 @@
 #include "daemon/service_loop.h"
 
 #include <cstring>
+#include <utility>
 
 #include "daemon/abi/validate.h"
 #include "daemon/log.h"
@@ -72,17 +73,18 @@ bool ServiceLoop::work(Nanos now) {
     ::nanosleep(&t, nullptr);
   }
   bool worked = false;
-  for (uint32_t lane = 1; lane < lanes_.size(); ++lane) {
+  for (uint32_t lane = 0; lane < lanes_.size(); ++lane) {
     const LaneState state = lanes_[lane]->state.load(std::memory_order_acquire);
     if (state == LaneState::attached) {
       worked |= step(lane, *lanes_[lane], now);
     } else if (state == LaneState::leaving) {
-      let_go(*lanes_[lane]);
+      let_go(lane, *lanes_[lane]);
       worked = true;
     }
   }
   if (backend_.serve(now, served_)) {
     metrics_.pass_ended(served_);
+    if (options_.recorder != nullptr) options_.recorder->pass_ended(served_);
     worked = true;
   }
   for (WaitFault fault; backend_.fault(fault);) tell(fault);
@@ -107,7 +109,7 @@ bool ServiceLoop::step(uint32_t number, Lane& lane, Nanos now) {
   const bool rung = !lane.running && bell != lane.bell;
   if (rung) take(number, lane, bell, now);
   if (!lane.running || !backend_.poll(static_cast<int>(number), now, record_)) return rung;
-  finish(lane, record_);
+  finish(number, lane, record_);
   return true;
 }
 
@@ -123,18 +125,33 @@ void ServiceLoop::take(uint32_t number, Lane& lane, uint64_t bell, Nanos now) {
   if (draining_.load(std::memory_order_acquire)) begin.refuse = Status::draining;
   lane.call = begin.call;
   lane.running = true;
-  in_flight_.fetch_add(1, std::memory_order_release);
+  if (number != 0) in_flight_.fetch_add(1, std::memory_order_release);
   if (const Status status = backend_.begin(begin); status != Status::ok) {  // a lane that is not open: ours to answer
     CallRecord record{};
     record.number = bell;
-    record.status = static_cast<uint32_t>(Status::internal);
+    record.start = now;
+    record.kind = begin.call.kind;
     record.layer = begin.call.layer;
+    record.tokens = begin.call.tokens;
+    record.status = static_cast<uint32_t>(Status::internal);
+    record.lane = static_cast<uint16_t>(number);
     record.last = kNoRank;
-    finish(lane, record);
+    finish(number, lane, record);
   }
 }
 
-void ServiceLoop::finish(Lane& lane, const CallRecord& record) {
+/// The engine hears first; what is counted and recorded of its call comes after.
+void ServiceLoop::finish(uint32_t number, Lane& lane, const CallRecord& record) {
+  reply(lane, record);
+  ended(number, lane);
+  lane.calls.fetch_add(1, std::memory_order_relaxed);
+  const auto status = static_cast<Status>(record.status);
+  lane.warm = lane.warm || status == Status::ok || status == Status::masked || status == Status::degraded;
+  if (number != 0) metrics_.call_ended(record, status <= Status::masked ? call_bytes(lane.call, options_.shape) : 0);
+  if (options_.recorder != nullptr) options_.recorder->call_ended(record);
+}
+
+void ServiceLoop::reply(Lane& lane, const CallRecord& record) {
   HostMailbox& box = lane.box();
   Reply reply{};
   reply.number = record.number;
@@ -152,18 +169,16 @@ void ServiceLoop::finish(Lane& lane, const CallRecord& record) {
   std::memcpy(&box.reply, &reply, sizeof reply);
   box.done.store(record.number);
   if (box.done_asleep.load() != 0) futex_wake(futex_address(box.done));
-  lane.running = false;
-  in_flight_.fetch_sub(1, std::memory_order_release);
-  lane.calls.fetch_add(1, std::memory_order_relaxed);
-  const auto status = static_cast<Status>(record.status);
-  lane.warm = lane.warm || status == Status::ok || status == Status::masked || status == Status::degraded;
-  metrics_.call_ended(record, status <= Status::masked ? call_bytes(lane.call, options_.shape) : 0);
+}
+
+/// The lane has no call in flight any more.
+void ServiceLoop::ended(uint32_t number, Lane& lane) {
+  if (std::exchange(lane.running, false) && number != 0) in_flight_.fetch_sub(1, std::memory_order_release);
 }
 
 /// The engine is gone: what its lane was doing is nobody's any more.
-void ServiceLoop::let_go(Lane& lane) {
-  if (lane.running) in_flight_.fetch_sub(1, std::memory_order_release);
-  lane.running = false;
+void ServiceLoop::let_go(uint32_t number, Lane& lane) {
+  ended(number, lane);
   lane.mailbox = Mapping();
   const std::function<void()> released = std::move(lane.released);
   lane.state.store(LaneState::free, std::memory_order_release);
@@ -172,7 +187,7 @@ void ServiceLoop::let_go(Lane& lane) {
 
 void ServiceLoop::sleep(Nanos now) {
   words_.clear();
-  for (uint32_t lane = 1; lane < lanes_.size(); ++lane) {
+  for (uint32_t lane = 0; lane < lanes_.size(); ++lane) {
     Lane& l = *lanes_[lane];
     if (l.state.load(std::memory_order_acquire) != LaneState::attached || l.running) continue;
     l.box().bell_asleep.store(1);
@@ -184,7 +199,7 @@ void ServiceLoop::sleep(Nanos now) {
 }
 
 void ServiceLoop::wake_up() {
-  for (uint32_t lane = 1; lane < lanes_.size(); ++lane)
+  for (uint32_t lane = 0; lane < lanes_.size(); ++lane)
     if (lanes_[lane]->state.load(std::memory_order_acquire) == LaneState::attached)
       lanes_[lane]->box().bell_asleep.store(0, std::memory_order_relaxed);
 }

@@ -11,6 +11,7 @@
 #include "daemon/abi/mailbox.h"
 #include "daemon/loop.h"
 #include "daemon/metrics.h"
+#include "daemon/recorder.h"
 #include "kernels/backend.h"
 
 namespace moed {
@@ -18,10 +19,11 @@ namespace moed {
 struct ServiceOptions {
   Shape shape;
   IdlePolicy idle;
-  uint32_t lanes = 2;  ///< engine lanes, numbered 1..lanes
+  uint32_t lanes = 2;  ///< engine lanes, numbered 1..lanes; lane 0 is the daemon's own
   uint32_t deadline_ms = 2000, first_deadline_ms = 60000;
-  uint32_t loop_delay_us = 0;  ///< drill
-  uint32_t delay_for_ms = 0;   ///< the drill ends so long after the loop was made; 0: never
+  uint32_t loop_delay_us = 0;    ///< drill
+  uint32_t delay_for_ms = 0;     ///< the drill ends so long after the loop was made; 0: never
+  Recorder* recorder = nullptr;  ///< gets every ended call and pass; nullptr: nothing is recorded
 };
 
 class ServiceLoop {
@@ -31,13 +33,14 @@ class ServiceLoop {
 
   // From the control thread.
 
-  /// Serves a lane from now on. The mailbox is the attach's own.
+  /// Serves a lane, 0..lanes, from now on. The mailbox is the attach's own. Calls of lane 0 are recorded and not
+  /// counted: neither in metrics nor as in flight.
   void attach(uint32_t lane, Mapping mailbox);
   /// Lets a lane go, whatever it is doing; `released` is called on the service thread when nothing refers to it.
   void detach(uint32_t lane, std::function<void()> released);
   /// From here every new call ends with `draining`.
   void drain() { draining_.store(true, std::memory_order_release); }
-  /// Lanes with a call in flight.
+  /// Engine lanes with a call in flight.
   uint32_t in_flight() const { return in_flight_.load(std::memory_order_acquire); }
   /// Calls that a lane's present engine has ended.
   uint64_t calls(uint32_t lane) const { return lanes_[lane]->calls.load(std::memory_order_relaxed); }
@@ -62,8 +65,10 @@ class ServiceLoop {
   void sleep(Nanos now);
   bool step(uint32_t number, Lane& lane, Nanos now);
   void take(uint32_t number, Lane& lane, uint64_t bell, Nanos now);
-  void finish(Lane& lane, const CallRecord& record);
-  void let_go(Lane& lane);
+  static void reply(Lane& lane, const CallRecord& record);
+  void finish(uint32_t number, Lane& lane, const CallRecord& record);
+  void ended(uint32_t number, Lane& lane);
+  void let_go(uint32_t number, Lane& lane);
   static void tell(const WaitFault& fault);
   void wake_up();
 

@@ -5,6 +5,7 @@
 //   Record -> Answer                     on an attached socket (stream calls)
 //   StatusQuery -> JSON text             on any socket, at most 64 KiB
 //   Fetch -> Answer + one descriptor     on any socket: a peer daemon of this host and user
+//   TraceQuery -> Answer + one descriptor   on any socket of the same user: the recorder's file (record.h), read-only
 //
 // Every message starts with {magic, type}; an unknown type or a wrong length closes the socket.
 #pragma once
@@ -21,7 +22,16 @@ inline constexpr uint32_t kNumerics = 1;                ///< anything that chang
 inline constexpr uint32_t kAttachMagic = 0x4445'4f4du;  // "MOED"
 inline constexpr uint32_t kMaxStatusBytes = 64 * 1024;
 
-enum class MessageType : uint32_t { attach = 1, attached = 2, dry = 3, record = 4, answer = 5, status = 6, fetch = 7 };
+enum class MessageType : uint32_t {
+  attach = 1,
+  attached = 2,
+  dry = 3,
+  record = 4,
+  answer = 5,
+  status = 6,
+  fetch = 7,
+  trace = 8
+};
 
 struct MessageHeader {
   uint32_t magic = kAttachMagic;
@@ -93,6 +103,10 @@ static_assert(sizeof(Fetch) == 88);
 
 struct StatusQuery {
   MessageHeader header{kAttachMagic, MessageType::status};
+};
+
+struct TraceQuery {
+  MessageHeader header{kAttachMagic, MessageType::trace};
 };
 
 }  // namespace moed

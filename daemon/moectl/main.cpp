@@ -1,4 +1,4 @@
-// moectl: status, call and bench. Exits 0 done, 1 the answer is no, 2 usage, 3 not reachable.
+// moectl: status, call, bench, trace and top. Exits 0 done, 1 the answer is no, 2 usage, 3 not reachable.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
@@ -8,6 +8,8 @@
 #include "daemon/moectl/call.h"
 #include "daemon/moectl/lane.h"
 #include "daemon/moectl/status.h"
+#include "daemon/moectl/top.h"
+#include "daemon/moectl/trace.h"
 
 namespace {
 
@@ -78,6 +80,34 @@ CLI::App& add_bench(CLI::App& app, BenchOptions& o) {
   return bench;
 }
 
+constexpr const char* kSocketsHelp = "socket of a daemon, several for several ranks; without one as for status";
+
+CLI::App& add_trace(CLI::App& app, TraceOptions& o) {
+  CLI::App& trace = *app.add_subcommand(
+      "trace",
+      "the last calls and serve passes as Chrome trace events (chrome://tracing, ui.perfetto.dev): a process for each "
+      "rank, a track for each lane and one for serve passes; ranks lie side by side by the clocks of their machines");
+  trace.add_option("--socket", o.sockets, kSocketsHelp);
+  trace
+      .add_option("--last", o.last, "so many calls and as many passes of each rank; without it all that are remembered")
+      ->check(CLI::Range(1U, 1'000'000'000U));
+  trace.add_option("--out", o.out, "file to write; without it standard output");
+  return trace;
+}
+
+CLI::App& add_top(CLI::App& app, TopOptions& o) {
+  CLI::App& top = *app.add_subcommand("top",
+                                      "a live view: calls a second, latency, links, and which peer and which cause "
+                                      "(its queue, experts, send, the wire) "
+                                      "calls waited for since the frame before");
+  top.add_option("--socket", o.sockets, kSocketsHelp);
+  top.add_option("--interval-ms", o.interval_ms, "from one frame to the next")
+      ->check(CLI::Range(10U, 3'600'000U))
+      ->capture_default_str();
+  top.add_option("--count", o.count, "frames to show; without it until Ctrl-C")->check(CLI::Range(1U, 1'000'000'000U));
+  return top;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("asks a moed daemon");
   app.require_subcommand(1);
@@ -90,6 +120,10 @@ int run(int argc, char** argv) {
   const CLI::App& call = add_call(app, call_options);
   BenchOptions bench_options;
   const CLI::App& bench = add_bench(app, bench_options);
+  TraceOptions trace_options;
+  const CLI::App& trace = add_trace(app, trace_options);
+  TopOptions top_options;
+  const CLI::App& top = add_top(app, top_options);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -97,6 +131,8 @@ int run(int argc, char** argv) {
   }
   if (call.parsed()) return run_call(call_options);
   if (bench.parsed()) return run_bench(bench_options);
+  if (trace.parsed()) return run_trace(trace_options);
+  if (top.parsed()) return run_top(top_options);
   return run_status(status_socket, status_json);
 }
 

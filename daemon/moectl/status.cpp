@@ -2,50 +2,13 @@
 #include "daemon/moectl/status.h"
 
 #include <cmath>
-#include <cstdarg>
 #include <cstdio>
-#include <nlohmann/json.hpp>
-#include <vector>
 
-#include "daemon/abi/attach.h"
-#include "daemon/client/connect.h"
+#include "daemon/moectl/answer.h"
 #include "daemon/moectl/lane.h"
 
 namespace moed::ctl {
 namespace {
-
-using Json = nlohmann::json;
-
-__attribute__((format(printf, 2, 3))) void append(std::string& to, const char* format, ...) {
-  char line[512];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(line, sizeof line, format, arguments);
-  va_end(arguments);
-  to += line;
-}
-
-/// A member of an object whose type may be another than expected in a newer daemon.
-template <class T>
-T get(const Json& object, const char* key, T otherwise) {
-  const auto at = object.find(key);
-  if (!object.is_object() || at == object.end()) return otherwise;
-  if constexpr (std::is_same_v<T, std::string>) {
-    return at->is_string() ? at->template get<std::string>() : otherwise;
-  } else if constexpr (std::is_same_v<T, bool>) {
-    return at->is_boolean() ? at->template get<bool>() : otherwise;
-  } else if constexpr (std::is_integral_v<T>) {
-    return at->is_number_unsigned() ? at->template get<T>() : otherwise;
-  } else {
-    return at->is_number() ? at->template get<T>() : otherwise;
-  }
-}
-
-const Json& child(const Json& object, const char* key) {
-  static const Json empty;
-  const auto at = object.find(key);
-  return at == object.end() ? empty : *at;
-}
 
 std::string age(double ms) {
   std::string text;
@@ -60,14 +23,6 @@ std::string microseconds(double us) {
   std::string text;
   append(text, us < 10 ? "%.1f us" : "%.0f us", us);
   return text;
-}
-
-std::string readiness(const Json& state) {
-  if (get(state, "ready", false)) return "ready";
-  std::string missing;
-  for (const Json& m : child(state, "missing"))
-    if (m.is_string()) missing += (missing.empty() ? "" : ", ") + m.get<std::string>();
-  return missing.empty() ? "not ready" : "not ready (" + missing + ")";
 }
 
 std::string lanes_line(const Json& state) {
@@ -125,22 +80,6 @@ std::string peers_table(const Json& peers) {
   return table;
 }
 
-Status ask(const std::string& socket, std::string& json, Sentence& why) {
-  const Nanos until = now_ns() + kAnswerLimit;
-  SocketPath path = {};
-  Fd fd;
-  const StatusQuery query;
-  std::vector<std::byte> buffer(kMaxStatusBytes);
-  std::vector<Fd> fds;
-  std::size_t got = 0;
-  Status status = find_socket(socket.empty() ? nullptr : socket.c_str(), path, why);
-  if (status == Status::ok) status = connect_socket(path, until, fd, why);
-  if (status == Status::ok) status = send_within(fd, &query, sizeof query, until, why);
-  if (status == Status::ok) status = receive_within(fd, buffer, fds, until, got, why);
-  if (status == Status::ok) json.assign(reinterpret_cast<const char*>(buffer.data()), got);
-  return status == Status::peer_timeout ? Status::daemon_lost : status;
-}
-
 }  // namespace
 
 std::string status_table(const std::string& json) {
@@ -160,7 +99,7 @@ std::string status_table(const std::string& json) {
 int run_status(const std::string& socket, bool json) {
   std::string answer;
   Sentence why;
-  const Status status = ask(socket, answer, why);
+  const Status status = ask_status(socket, kAnswerLimit, answer, why);
   if (status != Status::ok) {
     std::fprintf(stderr, "moectl: %s: %s\n", name(status), why.text);
     return exit_of(static_cast<moed_status>(status));

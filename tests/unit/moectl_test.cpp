@@ -1,18 +1,28 @@
-// moectl's own arithmetic and its status table. The identity answer is compared with the oracle's MXFP8 bytes.
+// moectl's own arithmetic and what it makes of a daemon's state and records: the status table, a trace, the view of
+// top. The identity answer is compared with the oracle's MXFP8 bytes.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <random>
 
+#include "daemon/abi/call.h"
 #include "daemon/moectl/bench.h"
 #include "daemon/moectl/identity.h"
 #include "daemon/moectl/status.h"
+#include "daemon/moectl/top.h"
+#include "daemon/moectl/trace.h"
+#include "tests/support/trace_sums.h"
 
 namespace {
 
 using namespace moed::ctl;
+using moed::CallRecord;
+using moed::ServeRecord;
+namespace test = moed::test;
 
 template <class T>
 std::vector<T> golden(const std::string& name) {
@@ -131,6 +141,182 @@ TEST(Status, ReadsWhatItDoesNotExpect) {
   EXPECT_EQ(status_table(R"({"rank":"x","peers":[],"lanes":[],"calls":{"ok":-1.5,"x":{}},"missing":[1]})"),
             "rank 0 of 0  not ready     incarnation   uptime 0 s  version unknown\n"
             "lanes: 0 attached   calls 0 ok, 0 other   p50 0.0 us  p99 0.0 us\n");
+}
+
+/// Records with everything that a back end may say, calls of each lane one after the other.
+Flight random_flight(uint32_t rank, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Flight flight;
+  flight.rank = rank;
+  flight.ranks = 5;
+  flight.realtime_ahead_ns = 1'790'000'000'000'000'000 + static_cast<int64_t>(seed % 1000);
+  uint64_t end[3] = {1000, 1500, 2000}, served = 900;
+  for (int i = 0; i < 400; ++i) {
+    CallRecord r{};
+    r.lane = static_cast<uint16_t>(random() % 3);
+    r.start = end[r.lane] + random() % 5000;
+    r.status = static_cast<uint32_t>(random() % moed::kStatuses);
+    r.layer = i % 7 == 0 ? moed::kIdentityLayer : static_cast<uint32_t>(random() % 92);
+    r.last = i % 5 == 0 ? moed::kNoRank : static_cast<uint32_t>(random() % 5);
+    for (uint64_t& phase : r.phase_ns) phase = random() % 3 == 0 ? 0 : random() % 3'000'000;
+    r.total_ns = r.phase_ns[0] + r.phase_ns[1] + r.phase_ns[2] + random() % 1000;
+    for (uint32_t p = 0; p < 5; ++p) r.peer[p].wait = static_cast<uint32_t>(random() % 1000 * (random() % 2));
+    end[r.lane] = r.start + r.total_ns;
+    flight.calls.push_back(r);
+    ServeRecord s{};
+    s.gather_ns = random() % 5000;
+    s.experts_ns = random() % 50'000;
+    s.send_ns = random() % 5000;
+    // As on a GPU: the end is seen some time after it was, now and then behind the next pass's beginning.
+    served += s.gather_ns + s.experts_ns + s.send_ns;
+    s.start = served + random() % 20'000 - s.gather_ns - s.experts_ns - s.send_ns;
+    flight.passes.push_back(s);
+  }
+  return flight;
+}
+
+TEST(Trace, AddsUpToItsRecordsToTheNanosecond) {
+  const std::vector<Flight> flights = {random_flight(0, 1), random_flight(3, 2)};
+  const std::string text = trace_json(flights);
+  const test::Sums got = test::sums_of(test::parse_trace(text));
+  test::Sums expected;
+  for (const Flight& f : flights) test::add_records(expected, f);
+  EXPECT_EQ(got, expected);
+  EXPECT_EQ(expected.size(), 2U * (3 * 4 + 4)) << "three lanes and serve passes, each with three parts";
+  // One nanosecond more in one record is seen.
+  std::vector<Flight> other = flights;
+  ++other[1].calls[200].total_ns;
+  EXPECT_NE(test::sums_of(test::parse_trace(trace_json(other))), expected);
+}
+
+TEST(Trace, EventsOfATrackFollowOneAnotherAndHoldTheirParts) {
+  const std::vector<Flight> flights = {random_flight(0, 3), random_flight(1, 4)};
+  bool overlapped = false;
+  for (const Flight& f : flights)
+    for (size_t i = 1; i < f.passes.size(); ++i) {
+      const ServeRecord& a = f.passes[i - 1];
+      overlapped = overlapped || a.start + a.gather_ns + a.experts_ns + a.send_ns > f.passes[i].start;
+    }
+  EXPECT_TRUE(overlapped) << "the records themselves overlap";
+  struct Whole {
+    int64_t start = 0, end = 0, part_end = 0;
+  };
+  std::map<std::pair<uint64_t, uint64_t>, Whole> tracks;
+  int64_t earliest = INT64_MAX;
+  for (const test::Slice& s : test::parse_trace(trace_json(flights))) {
+    Whole& w = tracks[{s.process, s.thread}];
+    earliest = std::min(earliest, s.start);
+    if (s.category == "call" || s.category == "pass") {
+      EXPECT_GE(s.start, w.end);
+      w = {s.start, s.start + static_cast<int64_t>(s.duration), s.start};
+    } else {
+      EXPECT_GE(s.start, w.part_end);
+      w.part_end = s.start + static_cast<int64_t>(s.duration);
+      EXPECT_LE(w.part_end, w.end);
+    }
+  }
+  EXPECT_EQ(tracks.size(), 8U);
+  EXPECT_EQ(earliest, 0);
+}
+
+TEST(Trace, SaysWhoWasWaitedForAndWhy) {
+  Flight f;
+  f.ranks = 8;
+  f.realtime_ahead_ns = 1'790'000'000'000'000'000;
+  CallRecord r{};
+  r.start = 1'000'123;
+  r.layer = 61;
+  r.tokens = 5;
+  r.status = static_cast<uint32_t>(moed::Status::peer_timeout);
+  r.lane = 2;
+  r.last = 6;
+  r.ranks[0] = 1U << 6;
+  r.total_ns = 2'000'001;
+  r.phase_ns[1] = 1'999'999;
+  for (uint32_t p = 0; p < 7; ++p) r.peer[p].wait = 1000 + p;
+  r.peer[6] = {1'999'999, 100, 1'000'000, 200};
+  f.calls.push_back(r);
+  const nlohmann::json trace = nlohmann::json::parse(trace_json({f}));
+  EXPECT_EQ(trace["otherData"]["begin_unix_ns"], "1790000000001000123");
+  nlohmann::json call;
+  for (const auto& e : trace["traceEvents"])
+    if (e.value("cat", "") == "call") call = e;
+  EXPECT_EQ(call["name"], "layer 61");
+  EXPECT_EQ(call["args"]["status"], "peer_timeout");
+  EXPECT_EQ(call["args"]["tokens"], 5);
+  EXPECT_EQ(call["args"]["last"], 6);
+  EXPECT_EQ(call["args"]["ranks"], nlohmann::json({6}));
+  const nlohmann::json& waits = call["args"]["waits"];
+  EXPECT_EQ(waits.size(), 4U) << "the longest four";
+  EXPECT_EQ(waits["rank 6"]["wait_us"], 1999.999);
+  EXPECT_EQ(waits["rank 6"]["experts_us"], 1000.0);
+  EXPECT_EQ(waits["rank 6"]["wire_us"], 999.699);
+  EXPECT_TRUE(waits.contains("rank 3") && !waits.contains("rank 2"));
+}
+
+TEST(Trace, OfNothingIsATraceToo) {
+  Flight empty;
+  for (const std::vector<Flight>& flights : {std::vector<Flight>{}, std::vector<Flight>{empty}})
+    EXPECT_TRUE(test::parse_trace(trace_json(flights)).empty());
+}
+
+/// A rank's state with so many calls and waits for its two peers.
+std::string state(uint64_t ok, uint64_t late, double experts, double wire, uint64_t last, const char* life = "77") {
+  nlohmann::json peers = nlohmann::json::array();
+  peers.push_back({{"rank", 1},
+                   {"link", "ready"},
+                   {"last", last},
+                   {"wait_by", {{"queue", 0.5}, {"experts", experts}, {"send", 0.0}, {"wire", wire}}}});
+  peers.push_back({{"rank", 2},
+                   {"link", "lost"},
+                   {"last", 3},
+                   {"wait_by", {{"queue", 1.0 + wire}, {"experts", 0.0}, {"send", 0.0}, {"wire", 0.0}}}});
+  return nlohmann::json{{"rank", 0},
+                        {"ranks", 3},
+                        {"ready", false},
+                        {"missing", {"link 2: lost"}},
+                        {"incarnation", life},
+                        {"lanes", {{{"lane", 1}}}},
+                        {"calls", {{"ok", ok}, {"peer_timeout", late}}},
+                        {"call_us", {{"p50", 41.3}, {"p99", 88}}},
+                        {"peers", peers}}
+      .dump();
+}
+
+TEST(Top, ShowsWhatHappenedSinceTheLookBefore) {
+  const Look before{1'000'000'000, state(1000, 2, 3.0, 1.0, 10), {}};
+  const Look now{3'000'000'000, state(1500, 12, 3.6, 1.2, 30), {}};
+  EXPECT_EQ(top_rank("S", before, now),
+            "rank 0 of 3  not ready (link 2: lost)  lanes 1  calls/s 255  not ok/s 5.0  p50 41.3 us  p99 88.0 us\n"
+            "  peer  link        waits  queue  experts   send   wire   last/s\n"
+            "     1  ready        80 %    0 %     75 %    0 %   25 %     10.0\n"
+            "     2  lost         20 %  100 %      0 %    0 %    0 %      0.0\n");
+}
+
+TEST(Top, HasNoRatesWithoutAnEarlierLookAtTheSameLife) {
+  const std::string rateless =
+      "rank 0 of 3  not ready (link 2: lost)  lanes 1  calls/s -  not ok/s -  p50 41.3 us  p99 88.0 us\n"
+      "  peer  link        waits  queue  experts   send   wire   last/s\n"
+      "     1  ready           -      -        -      -      -        -\n"
+      "     2  lost            -      -        -      -      -        -\n";
+  const Look now{3'000'000'000, state(1500, 12, 3.6, 1.2, 30), {}};
+  EXPECT_EQ(top_rank("S", {}, now), rateless);
+  EXPECT_EQ(top_rank("S", Look{1, "", "gone"}, now), rateless) << "it was not reachable before";
+  EXPECT_EQ(top_rank("S", Look{1, state(9, 9, 9, 9, 9, "76"), {}}, now), rateless) << "another incarnation";
+}
+
+TEST(Top, ShowsWhoIsNotReachableOrNotUnderstood) {
+  EXPECT_EQ(top_rank("/s/3.sock", {}, Look{1, "", "nobody listens"}), "/s/3.sock  not reachable: nobody listens\n");
+  EXPECT_EQ(top_rank("", {}, Look{1, "", "no socket"}), "the daemon  not reachable: no socket\n");
+  EXPECT_EQ(top_rank("S", {}, Look{1, "[1]", ""}), "S  not understood: daemon and moectl are of different versions\n");
+  EXPECT_EQ(top_rank("S", {}, Look{1, R"({"rank":"x","peers":{},"lanes":4,"calls":[],"call_us":7})", ""}),
+            "rank 0 of 0  not ready  lanes 1  calls/s -  not ok/s -  p50 0.0 us  p99 0.0 us\n");
+}
+
+TEST(Top, ShowsTokensWhereTheDaemonCountsThem) {
+  const Look before{1'000'000'000, R"({"incarnation":"1","tokens":100})", ""};
+  const Look now{3'000'000'000, R"({"incarnation":"1","tokens":5100})", ""};
+  EXPECT_NE(top_rank("S", before, now).find("  tokens/s 2500  "), std::string::npos);
 }
 
 }  // namespace
