@@ -8,15 +8,14 @@
 
 namespace moed::ctl {
 
-Status ask(const std::string& socket, Nanos limit, std::span<const std::byte> question, std::span<std::byte> answer,
-           std::vector<Fd>& fds, std::size_t& got, Sentence& why) {
+Status ask(const std::string& socket, Nanos limit, std::span<const std::byte> question, Heard& heard, Sentence& why) {
   const Nanos until = now_ns() + limit;
   SocketPath path = {};
   Fd fd;
   Status status = find_socket(socket.empty() ? nullptr : socket.c_str(), path, why);
   if (status == Status::ok) status = connect_socket(path, until, fd, why);
   if (status == Status::ok) status = send_within(fd, question.data(), question.size(), until, why);
-  if (status == Status::ok) status = receive_within(fd, answer, fds, until, got, why);
+  if (status == Status::ok) status = receive_within(fd, heard.answer, heard.fds, until, heard.got, why);
   if (status != Status::ok && now_ns() >= until) {  // the sentences of connect.h name libmoed's own limit
     why.set("no answer from %s within %llu ms: is the daemon stopped?", path,
             static_cast<unsigned long long>(limit / 1'000'000));
@@ -28,10 +27,9 @@ Status ask(const std::string& socket, Nanos limit, std::span<const std::byte> qu
 Status ask_status(const std::string& socket, Nanos limit, std::string& json, Sentence& why) {
   const StatusQuery query;
   std::vector<std::byte> buffer(kMaxStatusBytes);
-  std::vector<Fd> fds;
-  std::size_t got = 0;
-  const Status status = ask(socket, limit, std::as_bytes(std::span(&query, 1)), buffer, fds, got, why);
-  if (status == Status::ok) json.assign(reinterpret_cast<const char*>(buffer.data()), got);
+  Heard heard{.answer = buffer};
+  const Status status = ask(socket, limit, std::as_bytes(std::span(&query, 1)), heard, why);
+  if (status == Status::ok) json.assign(reinterpret_cast<const char*>(buffer.data()), heard.got);
   return status;
 }
 

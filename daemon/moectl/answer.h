@@ -17,10 +17,16 @@ namespace moed::ctl {
 
 using Json = nlohmann::json;
 
-/// Sends one message to the daemon at `socket` (empty: libmoed's choice) and takes the answer and its descriptors, all
-/// within `limit`; `got` is the answer's length. daemon_lost: nobody answers; others as connect.h says.
-Status ask(const std::string& socket, Nanos limit, std::span<const std::byte> question, std::span<std::byte> answer,
-           std::vector<Fd>& fds, std::size_t& got, Sentence& why);
+/// Where an answer goes, how long it is, and the descriptors that came with it.
+struct Heard {
+  std::span<std::byte> answer;
+  std::size_t got = 0;
+  std::vector<Fd> fds{};
+};
+
+/// Sends one message to the daemon at `socket` (empty: libmoed's choice) and takes the answer, all within `limit`.
+/// daemon_lost: nobody answers; others as connect.h says.
+Status ask(const std::string& socket, Nanos limit, std::span<const std::byte> question, Heard& heard, Sentence& why);
 
 /// The daemon's state as JSON text.
 Status ask_status(const std::string& socket, Nanos limit, std::string& json, Sentence& why);

@@ -82,25 +82,23 @@ Status read_flight(const Fd& file, uint64_t last, Flight& out, Sentence& why) {
 Status fetch_flight(const std::string& socket, uint64_t last, Flight& out, Sentence& why) {
   const TraceQuery query;
   Answer answer;
-  std::vector<Fd> fds;
-  std::size_t got = 0;
-  const Status status = ask(socket, kAnswerLimit, std::as_bytes(std::span(&query, 1)),
-                            std::as_writable_bytes(std::span(&answer, 1)), fds, got, why);
+  Heard heard{.answer = std::as_writable_bytes(std::span(&answer, 1))};
+  const Status status = ask(socket, kAnswerLimit, std::as_bytes(std::span(&query, 1)), heard, why);
   if (status != Status::ok) return status;
   const bool whole =
-      got == sizeof answer && answer.header.magic == kAttachMagic && answer.header.type == MessageType::answer;
+      heard.got == sizeof answer && answer.header.magic == kAttachMagic && answer.header.type == MessageType::answer;
   if (whole && answer.status != 0) {
     why.set("%.*s", static_cast<int>(sizeof answer.text - 1), answer.text);
     return static_cast<Status>(answer.status);
   }
-  if (!whole || fds.size() != 1) {
+  if (!whole || heard.fds.size() != 1) {
     why.set(
         "the daemon's answer of %zu bytes and %zu descriptors is none to this question: daemon and moectl are of "
         "different versions",
-        got, fds.size());
+        heard.got, heard.fds.size());
     return Status::version;
   }
-  return read_flight(fds[0], last, out, why);
+  return read_flight(heard.fds[0], last, out, why);
 }
 
 }  // namespace moed::ctl
