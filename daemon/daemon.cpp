@@ -36,11 +36,11 @@ Daemon::Daemon(const Config& config)
       metrics_(metrics_info()),
       links_(io_, config_, model_, incarnation_, metrics_),
       backend_(loaded_backend()),
+      signals_(io_, SIGTERM, SIGINT),
       recorder_(
           {.calls = config.recorder.calls, .rank = config.rank, .ranks = config.ranks(), .incarnation = incarnation_}),
       service_(*backend_, metrics_, service_options()),
       attach_(io_, attach_options(), *backend_, service_, metrics_, attach_handlers()),
-      signals_(io_, SIGTERM, SIGINT),
       timer_(io_),
       drain_timer_(io_) {
   if (!config.http.listen.empty())

@@ -64,11 +64,11 @@ class Daemon {
   boost::asio::io_context io_{1};
   Links links_;
   std::unique_ptr<Backend> backend_;
+  boost::asio::signal_set signals_;  // as soon as the weights are there: until then a signal ends the process at once
   Recorder recorder_;
   ServiceLoop service_;
   AttachServer attach_;
   std::unique_ptr<HttpServer> http_;
-  boost::asio::signal_set signals_;
   boost::asio::steady_timer timer_, drain_timer_;
   bool draining_ = false;
   bool all_ready_ = false, left_ = false;
