@@ -23,7 +23,7 @@ __device__ void take_call(const World& w, LaneState& s) {
   int32_t valid = static_cast<int32_t>(c.tokens);
   if (s.now.forced == Status::ok && c.valid != 0) valid = *reinterpret_cast<const int32_t*>(s.arena + c.valid);
   s.valid = valid < 0 ? 0 : min(static_cast<uint32_t>(valid), c.tokens);
-  s.done = s.tokens = s.sent = s.broken = 0;
+  s.done = s.tokens = s.sent = s.broken = s.late = 0;
   s.running = 1;
   s.bad = ~0ULL;
   s.ended = Status::pending;

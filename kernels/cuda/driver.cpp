@@ -108,7 +108,8 @@ bool names(const std::string& device, const GpuFacts& gpu) {
   return std::string_view(gpu.uuid).substr(4).starts_with(std::string_view(device).substr(4));
 }
 
-/// Free and total bytes, which the driver tells only inside a context: the process's own, made here if need be.
+/// Free and total bytes, which the driver tells only inside a context: the process's own, made here if need be, and
+/// kept: whoever asks will use it, and ending one waits for the lanes of all other GPUs of the process, without end.
 bool read_memory(const Driver& driver, CUdevice device, GpuFacts& out, std::string& why) {
   CUcontext context = nullptr, before = nullptr;
   CUresult result = driver.cuDevicePrimaryCtxRetain(&context, device);
@@ -124,8 +125,8 @@ bool read_memory(const Driver& driver, CUdevice device, GpuFacts& out, std::stri
     result = driver.cuMemGetInfo(&free_bytes, &total_bytes);
     driver.cuCtxSetCurrent(before);
   }
-  driver.cuDevicePrimaryCtxRelease(device);
   if (result != CUDA_SUCCESS) {
+    driver.cuDevicePrimaryCtxRelease(device);
     why = describe(out) + " does not tell its free memory: " + driver.text(result) +
           "; nvidia-smi shows whether it is healthy";
     return false;

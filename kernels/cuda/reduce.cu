@@ -101,7 +101,7 @@ __device__ bool decide(const World& w, LaneState& s, uint32_t lane, Look& look, 
     s.ended = Status::peer_lost;
   } else if (empty(look.waiting)) {
     s.mode = Mode::reduce;
-    s.decided = now;
+    if (s.late == 0) s.decided = now;
     return true;
   } else if (now >= s.deadline) {
     s.named = look.waiting;
@@ -171,10 +171,8 @@ __device__ bool sum_line(const World& w, LaneState& s, uint32_t lane, uint32_t t
     ulonglong2 words;
     uint64_t found = 0;
     if (wait_line(lines + l * kLineBytes, s.awaited[r], until, words, found) != Seen::same) {
-      if (threadIdx.x % kLineLanes == 0) {
-        if (atomicCAS(&s.broken, 0U, r + 1) != 0) return false;
-        report_fault(w, {Awaited::partial, r, lane, token, s.awaited[r], found, global_time() - s.decided});
-      }
+      if (threadIdx.x % kLineLanes == 0 && atomicCAS(&s.broken, 0U, r + 1) == 0)
+        s.missing = {Awaited::partial, r, lane, token, s.awaited[r], found, global_time() - s.decided};
       return false;
     }
     for (uint32_t i = 0; i < 4; ++i) sum[i] += bf16_to_float(static_cast<uint16_t>(words.x >> (16 * i)));
@@ -273,18 +271,29 @@ __device__ void settle_record(LaneState& s, uint64_t now) {
   r.total_ns = now - s.seen;
 }
 
+/// Whether a partial was missing, and what follows. Between two GPUs that were idle a partial can come more than 100 us
+/// after its return line (measured on H200s), so the next pass reduces again; up to a limit, after which the next pass
+/// writes zeros and ends the call.
+__device__ bool settle_missing(const World& w, LaneState& s, uint64_t now) {
+  s.late = s.broken;
+  if (s.broken == 0 || now < min(s.deadline, s.decided + kLateNs)) {
+    s.broken = 0;
+    return s.late != 0;
+  }
+  s.named = {};
+  add_atomic(s.named, s.broken - 1);
+  s.ended = Status::internal;
+  report_fault(w, s.missing);
+  return true;
+}
+
 /// After a piece: whether another follows or the call has ended.
 __device__ void settle_piece(const World& w, LaneState& s, uint64_t now) {
+  if (settle_missing(w, s, now)) return;
   s.sent = 0;
   s.record.phase_ns[1] += s.decided - s.waited_from;
   s.record.phase_ns[2] += now - s.decided;
   s.decided = now;
-  if (s.broken != 0) {  // the next pass writes zeros and ends the call
-    s.named = {};
-    add_atomic(s.named, s.broken - 1);
-    s.ended = Status::internal;
-    return;
-  }
   if (!empty(s.out)) {
     s.good = Status::degraded;
     s.record.dropped += count_dropped(w, s);

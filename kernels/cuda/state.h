@@ -94,7 +94,9 @@ struct LaneState {
   uint32_t tokens;         ///< of the present piece
   Status ended;            ///< pending: it goes on
   Status good;             ///< what a call that worked ends as
-  uint32_t broken;         ///< 1 + the first rank whose partial was not there although its return line was
+  uint32_t broken;         ///< 1 + the first rank whose partial is not there although its return line is
+  uint32_t late;           ///< the reduction of the present piece has been begun before
+  WaitFault missing;       ///< that partial
   unsigned long long bad;  ///< first slot with an id out of range; ~0: none
   uint64_t seen, deadline, waited_from, decided;  ///< global_time
   RankSet needed, waiting, in, out, named;

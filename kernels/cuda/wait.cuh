@@ -9,7 +9,8 @@ namespace moed::cuda {
 
 inline constexpr uint64_t kGateNs = 400'000;      ///< one gate, and one wait for return lines
 inline constexpr uint64_t kRowsNs = 50'000;       ///< rows that their call line has announced
-inline constexpr uint64_t kPartialsNs = 100'000;  ///< partials whose return line has come
+inline constexpr uint64_t kPartialsNs = 100'000;  ///< partials whose return line has come, in one pass
+inline constexpr uint64_t kLateNs = 10'000'000;   ///< the same, in all passes of a piece
 inline constexpr uint32_t kLineLanes = 8;         ///< lanes that read or write one line together
 
 /// Lanes of the caller's group of eight, for shuffles: groups of one warp go their own ways.

@@ -61,6 +61,18 @@ TEST_F(CudaLinks, AWorldThatFormsSaysWhichRanksAreMissing) {
   expect_answer(*engine, simple_job(3, {1, 3}, 2), 4);
 }
 
+/// On two GPUs of one process, too: a copy by the driver out of the other GPU's memory would wait for its lanes.
+TEST_F(CudaLinks, LinksAreMadeWhileTheLanesOfBothEndsWaitForBells) {
+  WorldOptions o = options(2);
+  o.linked = false;
+  World world(o);
+  const auto first = world.engine(0);
+  const auto second = world.engine(1);
+  world.link(0, 1, 1);
+  expect_answer(*first, simple_job(5, {0, 1}, 3), 6);
+  expect_answer(*second, simple_job(5, {0, 1}, 4), 8);
+}
+
 TEST_F(CudaLinks, ALostRankEndsTheCallsThatNeedItAndNoOthers) {
   World world(options(4));
   const auto engine = world.engine(0);

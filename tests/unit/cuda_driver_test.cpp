@@ -112,7 +112,7 @@ TEST_F(CudaDriver, AnUnknownUuidAndOneThatFitsTwoGpusAreRefused) {
   EXPECT_TRUE(says(why_, {"more than one GPU"}));
 }
 
-TEST_F(CudaDriver, FactsAreReadAndTheContextIsGivenBack) {
+TEST_F(CudaDriver, FactsAreReadAndTheContextIsKept) {
   fake::state().gpus[0].used = 1 << 20;
   ASSERT_TRUE(find("0")) << why_;
   EXPECT_EQ(gpu_.name, "NVIDIA H200");
@@ -125,7 +125,8 @@ TEST_F(CudaDriver, FactsAreReadAndTheContextIsGivenBack) {
   EXPECT_TRUE(gpu_.vmm && gpu_.fd_handles && gpu_.fabric_handles && gpu_.wait_64);
   EXPECT_EQ(gpu_.driver_version, "");
   EXPECT_EQ(gpu_.nvlinks, 0U);
-  EXPECT_EQ(fake::state().held(), 0);
+  EXPECT_EQ(fake::state().gpus[0].contexts, 1) << "ending a context waits for the lanes of other GPUs";
+  EXPECT_EQ(fake::state().held(), 1);
   EXPECT_EQ(fake::current, nullptr);
 }
 
