@@ -125,6 +125,7 @@ struct LogConfig {
 
 struct DebugConfig {
   uint32_t experts_delay_us = 0, loop_delay_us = 0, send_delay_us = 0, call_delay_us = 0, for_ms = 0;
+  uint32_t flip_layer = 0, flip_expert = 0, flip_after_ms = 0;
   bool operator==(const DebugConfig&) const = default;
 };
 

@@ -86,6 +86,14 @@ std::optional<ConfigFault> model_fault(const Config& config, const std::function
   return std::nullopt;
 }
 
+std::optional<ConfigFault> drill_fault(const Config& config) {
+  if (config.debug.flip_after_ms == 0) return std::nullopt;
+  if (config.model.source == ModelSource::synthetic) return std::nullopt;
+  return ConfigFault{"debug.flip_after_ms", "debug.flip_after_ms = " + std::to_string(config.debug.flip_after_ms) +
+                                                " is only for model.source synthetic, here " +
+                                                name(config.model.source)};
+}
+
 std::optional<ConfigFault> trust_fault(const Config& config) {
   const ControlConfig& control = config.control;
   if (!control.secret_dir.empty()) return std::nullopt;
@@ -118,6 +126,7 @@ std::optional<ConfigFault> find_fault(const Config& config, const std::function<
                            " is under twice heartbeat.interval_ms = " + std::to_string(config.heartbeat.interval_ms),
                        "heartbeat.interval_ms"};
   if (auto fault = trust_fault(config)) return fault;
+  if (auto fault = drill_fault(config)) return fault;
   return model_fault(config, given);
 }
 
@@ -141,7 +150,8 @@ BackendOptions backend_options(const Config& config, const Shape& shape) {
   o.linger_us = config.serve.linger_us;
   o.max_pairs = config.serve.max_pairs;
   const DebugConfig& debug = config.debug;
-  o.drills = {debug.experts_delay_us, debug.loop_delay_us, debug.send_delay_us, debug.call_delay_us, debug.for_ms};
+  o.drills = {debug.experts_delay_us, debug.loop_delay_us, debug.send_delay_us, debug.call_delay_us,
+              debug.for_ms,           debug.flip_layer,    debug.flip_expert,   debug.flip_after_ms};
   return o;
 }
 

@@ -282,6 +282,9 @@ std::vector<ConfigKey> operator_keys() {
       number("debug.send_delay_us", 0, kLongestDelayUs, AT(debug.send_delay_us)),
       number("debug.call_delay_us", 0, kLongestDelayUs, AT(debug.call_delay_us)),
       number("debug.for_ms", 0, kHour, AT(debug.for_ms)),
+      number("debug.flip_layer", 0, 65535, AT(debug.flip_layer)),
+      number("debug.flip_expert", 0, kMaxExperts - 1, AT(debug.flip_expert)),
+      number("debug.flip_after_ms", 0, kHour, AT(debug.flip_after_ms)),
   };
 }
 

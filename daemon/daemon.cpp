@@ -1,6 +1,7 @@
 // Read from run() downwards.
 #include "daemon/daemon.h"
 
+#include <algorithm>
 #include <csignal>
 #include <random>
 
@@ -40,6 +41,7 @@ Daemon::Daemon(const Config& config)
       recorder_(
           {.calls = config.recorder.calls, .rank = config.rank, .ranks = config.ranks(), .incarnation = incarnation_}),
       service_(*backend_, metrics_, service_options()),
+      canary_(make_canary()),
       attach_(io_, attach_options(), *backend_, service_, metrics_, attach_handlers()),
       timer_(io_),
       drain_timer_(io_) {
@@ -56,7 +58,8 @@ Status Daemon::run() {
                          {"http", http_ ? std::to_string(http_->port()) : "off"},
                          {"control", links_.port()}});
   links_.start(*backend_, [this] { links_changed(); });
-  links_changed();
+  if (canary_) canary_->start([this] { return links_.usable(); }, [this] { readiness_changed(); });
+  readiness_changed();
   warn_about_drills();
   io_.run();
   if (http_) http_->stop();
@@ -67,9 +70,14 @@ Status Daemon::run() {
   return Status::ok;
 }
 
-/// Says once that every link is ready, and again whenever it is so again.
 void Daemon::links_changed() {
-  const bool all = links_.missing().empty();
+  if (canary_) canary_->look();
+  readiness_changed();
+}
+
+/// Says once that every link is ready and every rank has answered, and again whenever it is so again.
+void Daemon::readiness_changed() {
+  const bool all = links_.missing().empty() && (!canary_ || canary_->missing().empty());
   if (all && !all_ready_)
     log_info("ready", {{"rank", config_.rank},
                        {"ranks", config_.ranks()},
@@ -106,6 +114,7 @@ void Daemon::wait_for_signal() {
     log_info("leaving", {{"signal", number}, {"in_flight", service_.in_flight()}});
     if (draining_) return io_.stop();  // asked twice: at once
     draining_ = true;
+    if (canary_) canary_->stop();
     attach_.drain();
     links_.drain();
     service_.drain();
@@ -182,6 +191,19 @@ ServiceOptions Daemon::service_options() {
   return o;
 }
 
+std::unique_ptr<Canary> Daemon::make_canary() {
+  if (config_.canary.period_ms == 0) return nullptr;
+  CanaryOptions o;
+  o.shape = model_.shape;
+  o.rank = config_.rank;
+  o.ranks = config_.ranks();
+  o.max_call_tokens = config_.limits.max_call_tokens;
+  o.experts = config_.model.source != ModelSource::identity;
+  o.period_ms = config_.canary.period_ms;
+  o.longest_ms = std::max(config_.calls.deadline_ms, config_.calls.first_deadline_ms);
+  return std::make_unique<Canary>(io_, o, *backend_, service_, metrics_);
+}
+
 AttachHandlers Daemon::attach_handlers() {
   return {.status_json = [this] { return to_json(report()); },
           .fetch = [this](const Fetch& fetch, std::string& why) { return links_.take(fetch, why); },
@@ -226,6 +248,9 @@ AttachOptions Daemon::attach_options() const {
 
 void Daemon::warn_about_drills() const {
   const DebugConfig& d = config_.debug;
+  if (d.flip_after_ms != 0)
+    log_warn("drill: this daemon flips a bit of its weights",
+             {{"layer", d.flip_layer}, {"expert", d.flip_expert}, {"after_ms", d.flip_after_ms}});
   if ((d.experts_delay_us | d.loop_delay_us | d.send_delay_us | d.call_delay_us) == 0) return;
   log_warn("drill: this daemon is slowed on purpose", {{"experts_delay_us", d.experts_delay_us},
                                                        {"loop_delay_us", d.loop_delay_us},

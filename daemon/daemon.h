@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "daemon/attach_server.h"
+#include "daemon/canary.h"
 #include "daemon/config.h"
 #include "daemon/http.h"
 #include "daemon/links.h"
@@ -41,6 +42,8 @@ class Daemon {
   AttachHandlers attach_handlers();
   AttachOptions attach_options() const;
   void links_changed();
+  void readiness_changed();
+  std::unique_ptr<Canary> make_canary();
   void tick();
   bool failed();
   void wait_for_signal();
@@ -67,6 +70,7 @@ class Daemon {
   boost::asio::signal_set signals_;  // as soon as the weights are there: until then a signal ends the process at once
   Recorder recorder_;
   ServiceLoop service_;
+  std::unique_ptr<Canary> canary_;  ///< nullptr: switched off
   AttachServer attach_;
   std::unique_ptr<HttpServer> http_;
   boost::asio::steady_timer timer_, drain_timer_;

@@ -16,6 +16,8 @@ constexpr Nanos kAlive = 2'000'000'000;  ///< a loop whose last tick is older is
 /// Why this daemon is not ready; empty: it is.
 std::vector<std::string> Daemon::missing() {
   std::vector<std::string> all = links_.missing();
+  if (canary_)
+    for (std::string& answer : canary_->missing()) all.push_back(std::move(answer));
   if (draining_) all.emplace_back("draining");
   for (std::string& loop : stalled()) all.push_back(std::move(loop));
   if (backend_->health() != Status::ok) all.push_back("back end: " + backend_->last_error());

@@ -318,6 +318,12 @@ std::vector<control::PeerView> Links::peers() const {
   return {control::PeerView{.state = control::State::ready}};
 }
 
+std::vector<bool> Links::usable() const {
+  std::vector<bool> all;
+  for (const control::PeerView& v : peers()) all.push_back(control::why_not_ready(v.state, v.leaving, v.busy).empty());
+  return all;
+}
+
 std::vector<std::string> Links::missing() const {
   std::vector<std::string> all;
   const std::vector<control::PeerView> views = peers();

@@ -50,6 +50,8 @@ class Links {
   std::string port() const { return net_ ? std::to_string(net_->port()) : "off"; }
   /// By rank, the own one included.
   std::vector<control::PeerView> peers() const;
+  /// Whose links are ready, by rank.
+  std::vector<bool> usable() const;
   /// "link 3: connecting", for every link that is not ready.
   std::vector<std::string> missing() const;
 

@@ -31,7 +31,7 @@ enum class MetricId : uint32_t {
   calls, tokens, call_bytes, call_duration, phase_duration, flag_wait,
   peer_wait, peer_last, peer_dropped,
   serve_passes, serve_rows, serve_sources, serve_weight_bytes,
-  link_state, link_losses, heartbeat_age, refused, loop_tick_age, loop_stalls, memory,
+  link_state, link_losses, heartbeat_age, refused, loop_tick_age, loop_stalls, memory, canary,
   cpu_seconds, resident_memory, open_fds, start_time,
 };
 // clang-format on
@@ -46,7 +46,7 @@ constexpr MetricRow kTable[] = {
     {Id::build_info, "moed_build_info", gauge, "version,commit,protocol,numerics,cuda,ucx,nccl", "1; what this daemon was built from."},
     {Id::config_info, "moed_config_info", gauge, "backend,transport,sharing,handles", "1; how this daemon is configured."},
     {Id::model_info, "moed_model_info", gauge, "digest,revision", "1; which model is served."},
-    {Id::ready, "moed_ready", gauge, "", "1 when every link is ready and nothing has failed for good, else 0."},
+    {Id::ready, "moed_ready", gauge, "", "1 when every link is ready, every rank has answered the canary and nothing has failed for good, else 0."},
     {Id::ranks, "moed_ranks", gauge, "", "Daemons in this world."},
     {Id::lanes_attached, "moed_lanes_attached", gauge, "", "Lanes that an engine holds."},
     {Id::calls, "moed_calls_total", counter, "status", "Calls ended, by status."},
@@ -69,6 +69,7 @@ constexpr MetricRow kTable[] = {
     {Id::loop_tick_age, "moed_loop_tick_age_seconds", gauge, "loop", "Time since the loop last ticked."},
     {Id::loop_stalls, "moed_loop_stalls_total", counter, "loop", "Turns of the loop that took too long."},
     {Id::memory, "moed_memory_bytes", gauge, "kind", "Memory taken, by what it is for."},
+    {Id::canary, "moed_canary_total", counter, "peer,result", "Rounds of the canary, by what this rank answered."},
     {Id::cpu_seconds, "process_cpu_seconds_total", counter, "", "User and system CPU time of the process."},
     {Id::resident_memory, "process_resident_memory_bytes", gauge, "", "Resident memory of the process."},
     {Id::open_fds, "process_open_fds", gauge, "", "Open file descriptors of the process."},
@@ -113,6 +114,7 @@ constexpr const char* kFlags[] = {"call", "return"};
 constexpr const char* kLosses[] = {"error", "heartbeat", "leaving"};
 constexpr const char* kRefused[] = {"attach", "mailbox", "handshake", "message", "http"};
 constexpr const char* kLoops[] = {"service", "net", "control"};
+constexpr const char* kCanary[] = {"ok", "wrong", "late"};
 constexpr std::size_t kRecent = 4096;
 
 constexpr std::size_t tokens_label(uint32_t tokens) {
@@ -148,6 +150,7 @@ struct alignas(64) Loop {
 struct Peer {
   std::array<Slot, std::size(kCauses)> wait_ns;
   Slot last, dropped;
+  std::array<Slot, std::size(kCanary)> canary;
 };
 
 bool gave_result(Status s) noexcept { return s == Status::ok || s == Status::degraded || s == Status::masked; }
@@ -230,7 +233,7 @@ void add_process(Families& out) {
 
 }  // namespace
 
-/// Written by the service thread, except the last two.
+/// Written by the service thread, except the canary's slots and the last two.
 struct Metrics::Slots {
   std::array<Slot, kStatuses> calls;
   Slot tokens, call_bytes;
@@ -308,6 +311,9 @@ void Metrics::refused(Refused where) noexcept { slots_->refused[index(where)].fe
 
 void Metrics::tick(LoopId loop, Nanos now) noexcept { slots_->loops[index(loop)].tick.set(now); }
 void Metrics::stall(LoopId loop) noexcept { slots_->loops[index(loop)].stalls.add(1); }
+void Metrics::canary(uint32_t peer, CanaryResult result) noexcept {
+  if (peer < info_.ranks) slots_->peers[peer].canary[index(result)].add(1);
+}
 
 Nanos Metrics::tick_age(LoopId loop, Nanos now) const {
   const Nanos tick = slots_->loops[index(loop)].tick.get();
@@ -368,6 +374,8 @@ void Metrics::Slots::add_peers(Families& out, uint32_t ranks, const std::vector<
       out.add(Id::peer_wait, {label, kCauses[c]}, peer.wait_ns[c].value() / 1e9);
     out.add(Id::peer_last, {label}, peer.last.value());
     out.add(Id::peer_dropped, {label}, peer.dropped.value());
+    for (std::size_t i = 0; i < std::size(kCanary); ++i)
+      out.add(Id::canary, {label, kCanary[i]}, peer.canary[i].value());
     if (rank >= links.size()) continue;
     const LinkGauge& link = links[rank];
     out.add(Id::link_state, {label}, link.state);

@@ -22,6 +22,8 @@ enum class LoopId : uint32_t { service, net, control };
 /// Why a call waited for a rank: its own times, and the rest on the wire.
 enum class Cause : uint32_t { queue, experts, send, wire };
 inline constexpr const char* kCauses[] = {"queue", "experts", "send", "wire"};
+/// What a rank answered the canary with in one round.
+enum class CanaryResult : uint32_t { ok, wrong, late };
 enum class MetricKind : uint32_t { gauge, counter, histogram };
 enum class MetricId : uint32_t;
 
@@ -72,6 +74,8 @@ class Metrics {
   /// From the loop's own thread. A loop that never ticked is not exported.
   void tick(LoopId loop, Nanos now) noexcept;
   void stall(LoopId loop) noexcept;
+  /// Control thread only.
+  void canary(uint32_t peer, CanaryResult result) noexcept;
 
   // Any thread.
 

@@ -47,9 +47,12 @@ struct LaneMemory {
   uint64_t arena_bytes = 0;
 };
 
-/// Delays for drills, all 0 unless configured. for_ms: they end so long after the back end was made; 0: never.
+/// Faults for drills, all 0 unless configured. for_ms: the delays end so long after the back end was made; 0: never.
+/// flip_after_ms: so long after, one bit of one expert's weights flips where the back end has them; 0: never; on the
+/// CPU their memory has to be writable.
 struct Drills {
   uint32_t experts_delay_us = 0, loop_delay_us = 0, send_delay_us = 0, call_delay_us = 0, for_ms = 0;
+  uint32_t flip_layer = 0, flip_expert = 0, flip_after_ms = 0;
 };
 
 /// What a back end is made of. Making one throws std::invalid_argument when the shape does not pass check(), and

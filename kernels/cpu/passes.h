@@ -135,9 +135,11 @@ class ServePass {
   void choose(Nanos now, const std::shared_ptr<const Links>& links);
   void settle(ServeRecord& out);
   void work();
+  void flip(Nanos now);
   void run();
 
   const Common& common_;
+  bool flipped_ = false;
   std::vector<Watch> watch_;  ///< [rank, lane]
   Nanos last_look_ = 0;
   Nanos first_pending_ = 0;

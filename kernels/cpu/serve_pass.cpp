@@ -290,6 +290,18 @@ void ServePass::settle(ServeRecord& out) {
   links_.reset();
 }
 
+/// The drill of broken memory: a power of the first scale of W2, once.
+void ServePass::flip(Nanos now) {
+  const BackendOptions& o = common_.options;
+  if (flipped_ || o.drills.flip_after_ms == 0) return;
+  if (now < common_.made + uint64_t{o.drills.flip_after_ms} * 1'000'000) return;
+  flipped_ = true;
+  const LayerWeights* layer = layer_weights(o.weights, o.shape, o.drills.flip_layer);
+  const uint32_t local = o.drills.flip_expert - first_expert(o.shape, o.rank, o.ranks);
+  if (layer != nullptr && local < layer->experts.size())
+    *const_cast<uint8_t*>(layer->experts[local].w2_scale) ^= 4;  // whoever asks for the drill owns writable memory
+}
+
 /// The pass itself, on the thread of the back end.
 void ServePass::work() {
   const BackendOptions& o = common_.options;
@@ -303,6 +315,7 @@ void ServePass::work() {
         .rows = &rows_,
         .plan = &plan_});
   const Nanos gathered = now_ns();
+  flip(gathered);
   const bool drill = drilling(common_, gathered);
   if (drill) delay(o.drills.experts_delay_us);
   experts({.shape = &o.shape,

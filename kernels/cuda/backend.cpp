@@ -156,6 +156,7 @@ class CudaBackend final : public Backend {
     keep_serving();
     for (const auto& lane : lanes_) lane->tend();
     look_whether_stuck(now);
+    world_.flip_when_due(options_, *side_, now);
     const Board& board = world_.board();
     const uint64_t records = host_load(board.records);
     if (records == records_) return false;

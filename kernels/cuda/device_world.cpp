@@ -185,4 +185,21 @@ Status DeviceWorld::upload(Memory& memory, const BackendOptions& options, Side& 
   return Status::device_lost;
 }
 
+void DeviceWorld::flip_when_due(const BackendOptions& options, Side& side, Nanos now) {
+  const Drills& d = options.drills;
+  if (flipped_ || d.flip_after_ms == 0 || now < made_ + uint64_t{d.flip_after_ms} * 1'000'000) return;
+  flipped_ = true;
+  const uint32_t m = d.flip_layer - options.shape.first_layer;
+  const uint32_t local = d.flip_expert - world_.first;
+  DeviceLayer layer{};
+  if (m >= options.weights.layers.size() || local >= world_.local) return;
+  if (!side.from_gpu(&layer, world_.layers + m, sizeof layer) || layer.experts == nullptr) return;
+  auto* const at = const_cast<uint8_t*>(layer.experts) + local * expert_bytes(options.shape) +
+                   expert_offsets(options.shape).w2_scale;
+  uint8_t scale = 0;
+  if (!side.from_gpu(&scale, at, 1)) return;
+  scale ^= 4;
+  if (side.to_gpu(at, &scale, 1)) side.settle();
+}
+
 }  // namespace moed::cuda

@@ -27,6 +27,9 @@ class DeviceWorld {
   /// Takes and fills everything; weights are copied. ok, no_memory or device_lost.
   Status make(Memory& memory, const BackendOptions& options, Side& side, std::string& why);
 
+  /// The drill of broken memory: a power of the first scale of an expert's W2, once. From one thread.
+  void flip_when_due(const BackendOptions& options, Side& side, Nanos now);
+
   const World& world() const { return world_; }
   Board& board() const { return *board_; }
   uint64_t weight_bytes() const { return weights_.mapped_bytes(); }
@@ -37,6 +40,8 @@ class DeviceWorld {
 
   World world_{};
   Board* board_ = nullptr;
+  const Nanos made_ = now_ns();
+  bool flipped_ = false;
   Allocation scratch_, weights_;
 };
 

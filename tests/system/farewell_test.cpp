@@ -1,6 +1,7 @@
 // A world that forms, a rank that takes its leave, a rank whose part is dropped: each call says which rank is meant.
 #include <gtest/gtest.h>
 
+#include "tests/support/caller.h"
 #include "tests/support/daemons.h"
 #include "tests/support/questions.h"
 
@@ -48,7 +49,9 @@ TEST(Forming, CallsThatNeedARankNeverSeenAreNotReady) {
     for (const uint16_t bits : asker.out()) ASSERT_EQ(bits, 0);
     expect_right(asker, without_other());
   }
-  EXPECT_NE(zero.status_json().find(R"("ready":false,"missing":["link 2: connecting"])"), std::string::npos)
+  const std::string missing =
+      R"("ready":false,"missing":["link 2: connecting"])";  // once the canary has had its answer
+  EXPECT_TRUE(test::wait_until([&] { return zero.status_json().find(missing) != std::string::npos; }))
       << zero.status_json();
   Daemon two(sets, dir.path(), 2);
   for (Daemon* d : {&zero, &one, &two}) d->wait_ready();

@@ -29,7 +29,8 @@ using Sets = Daemons::Sets;
 
 /// F17. Until its first good call a lane has a budget of its own; then the steady one holds, and who is late is named.
 TEST(FaultsOfTime, TheFirstCallHasABudgetOfItsOwn) {
-  const Daemon slow({"debug.experts_delay_us=300000", "calls.deadline_ms=100", "calls.first_deadline_ms=10000"});
+  const Daemon slow({"debug.experts_delay_us=300000", "calls.deadline_ms=100", "calls.first_deadline_ms=10000",
+                     "canary.period_ms=0"});
   const Lane lane(slow.socket());
   moed_call_t call = lane.slot(MOED_LAYER_IDENTITY, 2);
   lane.put(call.ids, std::vector<int32_t>(uint64_t{2} * lane.info().top_k, 1));

@@ -57,8 +57,15 @@ Flight records_of(const std::string& socket, size_t calls) {
   return flight;
 }
 
+/// Without a canary, so that every record is of a call that a test has made.
+Daemons::Sets quiet() {
+  Daemons::Sets sets = QuestionModel::sets();
+  sets.emplace_back("canary.period_ms=0");
+  return sets;
+}
+
 TEST(Trace, AddsUpToTheRecordersOfAllRanks) {
-  const Daemons world(kRanks, QuestionModel::sets());
+  const Daemons world(kRanks, quiet());
   std::map<uint32_t, uint32_t> statuses;
   for (const uint32_t rank : {0U, 1U}) {
     Asker a(world[rank].socket()), b(world[rank].socket());
@@ -95,7 +102,7 @@ TEST(Trace, AddsUpToTheRecordersOfAllRanks) {
 }
 
 TEST(Trace, ASlowPeerStandsInTheCallsThatWaitedForIt) {
-  const Daemons world(kRanks, QuestionModel::sets(), [](uint32_t rank) {
+  const Daemons world(kRanks, quiet(), [](uint32_t rank) {
     return rank == 1 ? Daemons::Sets{"debug.experts_delay_us=20000"} : Daemons::Sets{};
   });
   {
@@ -120,7 +127,7 @@ TEST(Trace, ASlowPeerStandsInTheCallsThatWaitedForIt) {
 }
 
 TEST(Trace, ReadingARingThatIsBeingOverwrittenHarmsNoCall) {
-  std::vector<std::string> sets = QuestionModel::sets();
+  std::vector<std::string> sets = quiet();
   sets.emplace_back("recorder.calls=8");
   const Daemons world(1, sets);
   std::atomic<bool> stop{false};
@@ -149,7 +156,7 @@ TEST(Trace, ReadingARingThatIsBeingOverwrittenHarmsNoCall) {
 
 TEST(Trace, IsDeniedToOtherUsersAndNobodyCanWriteThroughIt) {
   if (::geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
-  const Daemons world(1, QuestionModel::sets());
+  const Daemons world(1, quiet());
   const std::string socket = world[0].socket();
   for (const std::string& path : {world.run_dir(), world.run_dir() + "/moed"}) ::chmod(path.c_str(), 0755);
   ::chmod(socket.c_str(), 0666);

@@ -114,6 +114,8 @@ const std::vector<Bad> kBad = {
     {"metrics: {experts: \"true\"}", "c.yaml:1: metrics.experts = \"true\" is not true or false"},
     {"log: {level: Info}", "c.yaml:1: log.level = Info is not one of debug, info, warn, error"},
     {"log:\n", "~log has no value; give it the keys level"},
+    {"debug: {flip_after_ms: 5}",
+     "c.yaml:1: debug.flip_after_ms = 5 is only for model.source synthetic, here identity"},
     {"debug: {for_ms: 99999999999}", "c.yaml:1: debug.for_ms = 99999999999 is outside 0..3600000"},
     {"rank: 0\nrank: 0\n", "c.yaml:2: rank is given twice, first at "},
     {"limits: {lanes: 1}\nlog: {level: info}\nlimits: {slots: 1}\n", "c.yaml:3: limits is given twice, first at "},
