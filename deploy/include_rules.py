@@ -38,6 +38,7 @@ LIBRARIES = {
     "boost/asio": (r"boost/", None),
     "nlohmann": (r"nlohmann/", None),
     "openssl": (r"openssl/", None),
+    "curl": (r"curl/", None),
     "nccl": (r"nccl\.h", None),
     "cuda": (r"(cuda|nvml|cooperative_groups|cub/|nvtx3/)", None),
 }
