@@ -1,6 +1,7 @@
 """What the tests of the Python module share: the module, real daemons, random calls, and their comparisons.
 
-The environment says where things are: MOED_BINARY, MOECTL_BINARY, MOED_LIBRARY, MOED_CC (a C compiler).
+The environment says where things are: MOED_BINARY, MOECTL_BINARY, MOED_LIBRARY, MOED_CC (a C compiler), MOED_CMAKE and
+MOED_BUILD (the build that is installed from).
 """
 import array
 import importlib.util

@@ -109,6 +109,32 @@ class Library(unittest.TestCase):
         self.assertEqual(by_loader.stdout.strip(), "libmoed.so", by_loader.stderr)
 
 
+class Installed(Case):
+    """What `cmake --install` puts into a prefix works there, and only with what is there."""
+
+    def test_import_from_a_prefix_that_was_moved(self):
+        with tempfile.TemporaryDirectory() as directory:
+            made, prefix = os.path.join(directory, "made"), os.path.join(os.path.realpath(directory), "prefix")
+            subprocess.run([os.environ["MOED_CMAKE"], "--install", os.environ["MOED_BUILD"], "--prefix", made],
+                           stdout=subprocess.DEVNULL, check=True, timeout=CHILD_S)
+            os.rename(made, prefix)
+            packages = os.path.join(prefix, "lib", "python3", "dist-packages")
+            done = subprocess.run([sys.executable, "-c", """
+import array, os, sys, moed
+with moed.attach(sys.argv[1]) as lane:
+    def row(code, values):
+        return memoryview(array.array(code, values)).cast("B").cast(code, (1, len(values)))
+    x, ids, weights = row("H", [0x3F80] * lane.info.latent), row("i", [0, 1, 2]), row("f", [0.5] * 3)
+    out = lane.routed(x, ids, weights, moed.LAYER_IDENTITY, norm=False)
+    print(hex(out[0, 0]), moed.__file__, os.path.realpath(moed._library._name))
+""", self.daemon.socket], env={"PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}, cwd=directory,
+                                  capture_output=True, text=True, timeout=CHILD_S, check=False)
+            self.assertEqual(done.stderr, "")
+            answer, module, library = done.stdout.split()
+        self.assertEqual((answer, module), ("0x3fc0", os.path.join(packages, "moed.py")))
+        self.assertEqual((os.path.basename(library), os.path.commonpath([library, prefix])), ("libmoed.so", prefix))
+
+
 class Lifetimes(Case):
     """Lanes and arrays that are dropped in any order leave nothing behind and crash nothing."""
 
