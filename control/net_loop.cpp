@@ -65,18 +65,14 @@ class NetLoop::Impl {
 
   std::vector<PeerView> peers() const {
     std::vector<PeerView> views;
-    for (const Shown& s : shown_) {
-      PeerView& view = views.emplace_back();
-      view.state = static_cast<State>(s.state.load());
-      view.leaving = s.leaving;
-      view.busy = static_cast<Busy>(s.busy.load());
-      if (s.heard != 0) view.heard = s.heard;
-      std::copy(s.losses.begin(), s.losses.end(), view.losses.begin());
-      view.service_age_us = s.service_age_us;
-      view.waits_us = s.waits_us;
-      if (view.waits_us != 0) view.waits_for = s.waits_for;
-    }
+    for (const SharedPeer& peer : shown_) views.push_back(peer.view());
     return views;
+  }
+
+  std::vector<WaitRow> waits() const {
+    std::vector<WaitRow> rows;
+    for (const SharedPeer& peer : shown_) rows.push_back(peer.row(options_.hello.ranks));
+    return rows;
   }
 
   void offer(LinkLife life, const SegmentBody& body) {
@@ -108,13 +104,6 @@ class NetLoop::Impl {
   }
 
  private:
-  /// No lock between the threads; fields that are a message apart do no harm.
-  struct Shown {
-    std::atomic<uint32_t> state{0}, busy{0}, service_age_us{0}, waits_for{0}, waits_us{0};
-    std::atomic<bool> leaving{false};
-    std::atomic<Nanos> heard{0};
-    std::array<std::atomic<uint64_t>, 3> losses{};
-  };
   struct Link {
     uint64_t life = 0;
     UcxWorker::Endpoint endpoint = 0;
@@ -295,6 +284,7 @@ class NetLoop::Impl {
     if (body.size() != heartbeat_bytes(options_.hello.ranks)) return false;
     std::memcpy(&beat, body.data(), body.size());
     world_.beat(rank, beat);
+    shown_[rank].add(beat, now_ns());
     return true;
   }
 
@@ -331,23 +321,11 @@ class NetLoop::Impl {
   }
 
   /// Copies what the world knows of a peer to where other threads look.
-  void show(uint32_t rank) {
-    const Peer& peer = world_.peer(rank);
-    Shown& out = shown_[rank];
-    const auto* most = std::max_element(peer.beat.wait_us, peer.beat.wait_us + links_.size());
-    out.state = static_cast<uint32_t>(peer.state);
-    out.leaving = peer.leaving;
-    out.heard = peer.heard;
-    for (size_t i = 0; i < out.losses.size(); ++i) out.losses[i] = peer.losses[i];
-    out.busy = static_cast<uint32_t>(peer.beat.busy);
-    out.service_age_us = peer.beat.service_age_us;
-    out.waits_for = static_cast<uint32_t>(most - peer.beat.wait_us);
-    out.waits_us = *most;
-  }
+  void show(uint32_t rank) { shown_[rank].show(world_.peer(rank), options_.hello.ranks); }
 
   const NetOptions options_;
   const NetHandlers handlers_;
-  std::vector<Shown> shown_;
+  std::vector<SharedPeer> shown_;
   uint16_t port_ = 0;
   asio::io_context io_{1};
   // The net thread's alone:
@@ -368,6 +346,7 @@ NetLoop::NetLoop(NetOptions options, NetHandlers handlers, KeyRing keys)
 NetLoop::~NetLoop() = default;
 uint16_t NetLoop::port() const { return impl_->port(); }
 std::vector<PeerView> NetLoop::peers() const { return impl_->peers(); }
+std::vector<WaitRow> NetLoop::waits() const { return impl_->waits(); }
 void NetLoop::offer(LinkLife life, const SegmentBody& body) {
   impl_->post([impl = impl_.get(), life, body] { impl->offer(life, body); });
 }

@@ -17,6 +17,7 @@
 
 #include "control/auth.h"
 #include "control/messages.h"
+#include "control/peer_view.h"
 #include "control/world.h"
 
 namespace moed::control {
@@ -56,18 +57,6 @@ struct NetHandlers {
   std::function<void()> stall;  ///< the thread was late for its own timer by more than 10 ms
 };
 
-/// A peer as any thread may see it.
-struct PeerView {
-  State state = State::connecting;
-  bool leaving = false;
-  std::optional<Nanos> heard{};      ///< when it was last heard of; nothing: never
-  std::array<uint64_t, 3> losses{};  ///< by Loss
-  Busy busy = Busy::no;
-  uint32_t service_age_us = 0;          ///< of its service loop, as it said last
-  std::optional<uint32_t> waits_for{};  ///< the rank that it waited for most in the last interval
-  uint32_t waits_us = 0;
-};
-
 class NetLoop {
  public:
   /// Starts the thread; it listens and dials from here. Throws std::runtime_error with a reason.
@@ -78,6 +67,8 @@ class NetLoop {
 
   uint16_t port() const;
   std::vector<PeerView> peers() const;
+  /// By rank; the own row is empty.
+  std::vector<WaitRow> waits() const;
 
   // From any thread; carried out on the net thread.
 
