@@ -3,14 +3,18 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstddef>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "daemon/abi/futex.h"
 
 namespace moed {
 namespace {
+
+constexpr uint64_t kLooked = 1024;  ///< records behind a quantile: enough for a p99, and few enough to ask every second
 
 [[noreturn]] void no_file(int error, uint64_t bytes, const char* remedy = "free memory, or lower recorder.calls") {
   throw std::system_error(
@@ -53,6 +57,13 @@ Fd make_file(uint64_t bytes, Mapping& memory) {
   return fd;
 }
 
+/// Nearest rank, as the calls' own quantiles are.
+uint64_t quantile(std::vector<uint64_t>& ns, double q) {
+  const auto at = static_cast<std::ptrdiff_t>(std::ceil(q * static_cast<double>(ns.size()))) - 1;
+  std::ranges::nth_element(ns, ns.begin() + at);
+  return ns[static_cast<std::size_t>(at)];
+}
+
 }  // namespace
 
 Recorder::Recorder(const RecorderOptions& options)
@@ -87,6 +98,36 @@ void Recorder::pass_ended(const ServeRecord& record) noexcept {
 int Recorder::descriptor() {
   std::atomic_ref(header().realtime_ahead_ns).store(realtime_ahead(), std::memory_order_relaxed);
   return fd_.get();
+}
+
+template <class Record, class Use>
+void Recorder::last(uint64_t at, const uint64_t& count, std::size_t bytes, Use use) const {
+  const uint64_t written = shared_word(count).load(std::memory_order_acquire);
+  const uint64_t looked = std::min({written, capacity_, kLooked});
+  const auto* slots = reinterpret_cast<const RecordSlot<Record>*>(memory_.data() + at);
+  Record record{};
+  for (uint64_t n = written - looked; n < written; ++n)
+    if (load_slot(slots[n % capacity_], n, record, bytes)) use(record);
+}
+
+std::array<PhaseTimes, kPhaseNames.size()> Recorder::phases() const {
+  std::array<std::vector<uint64_t>, kPhaseNames.size()> ns;
+  const auto add = [&ns](std::size_t phase, uint64_t took) {
+    if (took > 0) ns[phase].push_back(took);
+  };
+  const RecorderHeader& h = header();
+  last<CallRecord>(h.calls_at, h.calls, offsetof(CallRecord, peer), [&add](const CallRecord& r) {
+    for (std::size_t p = 0; p < 3; ++p) add(p, r.phase_ns[p]);
+  });
+  last<ServeRecord>(h.passes_at, h.passes, sizeof(ServeRecord), [&add](const ServeRecord& r) {
+    add(3, r.gather_ns);
+    add(4, r.experts_ns);
+    add(5, r.send_ns);
+  });
+  std::array<PhaseTimes, kPhaseNames.size()> all;
+  for (std::size_t p = 0; p < all.size(); ++p)
+    if (!ns[p].empty()) all[p] = {ns[p].size(), quantile(ns[p], 0.5), quantile(ns[p], 0.99)};
+  return all;
 }
 
 }  // namespace moed

@@ -2,6 +2,7 @@
 // write: moectl trace reads it while the daemon works, without a message for any record.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "daemon/abi/fd.h"
@@ -14,6 +15,13 @@ struct RecorderOptions {
   uint32_t rank = 0, ranks = 1;
   uint64_t incarnation = 0;
 };
+
+/// Of one phase in the records looked at, ns.
+struct PhaseTimes {
+  uint64_t seen = 0;  ///< records in which it took any time; without them the others say nothing
+  uint64_t p50 = 0, p99 = 0;
+};
+inline constexpr std::array kPhaseNames = {"dispatch", "wait", "reduce", "gather", "experts", "send"};
 
 /// All memory is taken and touched at the beginning. The constructor throws std::system_error when there is none.
 class Recorder {
@@ -29,11 +37,17 @@ class Recorder {
   /// can be written. Measures the clocks anew. One thread at a time.
   int descriptor();
 
+  /// Of the last 1024 calls and serve passes, by kPhaseNames. Any thread.
+  std::array<PhaseTimes, kPhaseNames.size()> phases() const;
+
  private:
+  template <class Record, class Use>
+  void last(uint64_t at, const uint64_t& count, std::size_t bytes, Use use) const;
   template <class Record>
   RecordSlot<Record>& slot(uint64_t at, uint64_t n) {
     return reinterpret_cast<RecordSlot<Record>*>(memory_.data() + at)[n % capacity_];
   }
+  const RecorderHeader& header() const { return *reinterpret_cast<const RecorderHeader*>(memory_.data()); }
   RecorderHeader& header() { return *reinterpret_cast<RecorderHeader*>(memory_.data()); }
 
   Mapping memory_;

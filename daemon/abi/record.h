@@ -116,13 +116,13 @@ void store_slot(RecordSlot<Record>& slot, uint64_t n, const Record& record, std:
   shared_word(slot.sequence).store(2 * n + 2, std::memory_order_release);
 }
 
-/// Copies record n out of its slot. False: it is not there any more, not yet, or was overwritten meanwhile; `out` is
-/// then rubbish.
+/// Copies record n, or its first `bytes` (a multiple of 8), out of its slot. False: it is not there any more, not yet,
+/// or was overwritten meanwhile; `out` is then rubbish.
 template <class Record>
-bool load_slot(const RecordSlot<Record>& slot, uint64_t n, Record& out) {
+bool load_slot(const RecordSlot<Record>& slot, uint64_t n, Record& out, std::size_t bytes = sizeof(Record)) {
   if (shared_word(slot.sequence).load(std::memory_order_acquire) != 2 * n + 2) return false;
   auto* to = reinterpret_cast<std::byte*>(&out);
-  for (std::size_t i = 0; i < sizeof(Record) / sizeof(uint64_t); ++i) {
+  for (std::size_t i = 0; i < bytes / sizeof(uint64_t); ++i) {
     const uint64_t word = shared_word(slot.word[i]).load(std::memory_order_relaxed);
     std::memcpy(to + i * sizeof word, &word, sizeof word);
   }

@@ -150,6 +150,32 @@ TEST(Recorder, KeepsTheLastAndSaysWhoseTheyAre) {
   EXPECT_EQ(word_of(two.passes[0]), 200U);
 }
 
+TEST(Recorder, PhasesAreThoseOfTheLastRecords) {
+  Recorder recorder({.calls = 2000, .ranks = 128});
+  for (const PhaseTimes& p : recorder.phases()) EXPECT_EQ(p.seen, 0U);
+  for (uint64_t n = 1; n <= 3000; ++n) {  // dispatch took n ns, wait 7 ns in every tenth call, reduce no time
+    CallRecord record{};
+    record.phase_ns[0] = n;
+    record.phase_ns[1] = n % 10 == 0 ? 7 : 0;
+    recorder.call_ended(record);
+  }
+  for (const uint64_t n : {30, 10, 20}) {
+    ServeRecord record{};
+    record.gather_ns = n;
+    record.experts_ns = 2 * n;
+    record.send_ns = 3 * n;
+    recorder.pass_ended(record);
+  }
+  const uint64_t expected[][3] = {// of 1977..3000: the 512th and the 1014th
+                                  {1024, 2488, 2990}, {103, 7, 7}, {0, 0, 0}, {3, 20, 30}, {3, 40, 60}, {3, 60, 90}};
+  const auto phases = recorder.phases();
+  for (size_t p = 0; p < phases.size(); ++p) {
+    EXPECT_EQ(phases[p].seen, expected[p][0]) << kPhaseNames[p];
+    EXPECT_EQ(phases[p].p50, expected[p][1]) << kPhaseNames[p];
+    EXPECT_EQ(phases[p].p99, expected[p][2]) << kPhaseNames[p];
+  }
+}
+
 TEST(Recorder, ItsClockIsTheOneOnTheWall) {
   Recorder recorder({.calls = 1});
   const Flight flight = flight_of(recorder);
@@ -182,6 +208,7 @@ TEST(Recorder, AReaderThatIsOvertakenLosesRecordsAndTakesNoMixture) {
     Sentence why;
     ASSERT_EQ(read_flight(file, 0, flight, why), Status::ok) << why.text;
     overwritten += flight.overwritten;
+    ASSERT_LE(recorder.phases()[0].seen, 64U);  // read while it is written: for the race detector
     taken += flight.calls.size();
     for (size_t i = 0; i < flight.calls.size(); ++i) {
       const auto word = word_of(flight.calls[i]);
