@@ -55,6 +55,7 @@ class Daemon {
   std::vector<std::string> stalled() const;
   Report report();
   std::vector<Report::Peer> peer_reports() const;
+  std::vector<WaitsRow> waits() const;
   Gauges gauges();
   HttpAnswer page(std::string_view path);
 

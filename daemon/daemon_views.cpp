@@ -4,6 +4,7 @@
 
 #include "daemon/daemon.h"
 #include "daemon/log.h"
+#include "daemon/status_page.h"
 #include "daemon/version.h"
 
 namespace moed {
@@ -54,6 +55,11 @@ Report Daemon::report() {
   for (uint32_t s = 0; s < kStatuses; ++s) r.calls[s] = metrics_.calls(static_cast<Status>(s));
   r.p50_us = metrics_.call_quantile(0.5);
   r.p99_us = metrics_.call_quantile(0.99);
+  const auto phases = recorder_.phases();
+  for (std::size_t p = 0; p < phases.size(); ++p)
+    if (phases[p].seen > 0)
+      r.phases.push_back(
+          {kPhaseNames[p], static_cast<double>(phases[p].p50) * 1e-3, static_cast<double>(phases[p].p99) * 1e-3});
   r.peers = peer_reports();
   const Backend::Memory memory = backend_->memory();
   r.heap = memory.heap;
@@ -84,6 +90,24 @@ std::vector<Report::Peer> Daemon::peer_reports() const {
   return all;
 }
 
+/// Our own row is what we counted, the others' is what they told.
+std::vector<WaitsRow> Daemon::waits() const {
+  std::vector<WaitsRow> rows;
+  const std::vector<control::WaitRow> told = links_.waits();
+  const Nanos now = now_ns();
+  for (uint32_t rank = 0; rank < told.size(); ++rank) {
+    WaitsRow& row = rows.emplace_back();
+    if (rank == config_.rank) {
+      row.age_ms = 0;
+      for (uint32_t r = 0; r < told.size(); ++r) row.wait_ms.push_back(metrics_.peer_wait(r) * 1e3);
+    } else if (told[rank].beat) {
+      row.age_ms = static_cast<double>(now - std::min(now, *told[rank].beat)) * 1e-6;
+      for (const uint64_t us : told[rank].wait_us) row.wait_ms.push_back(static_cast<double>(us) * 1e-3);
+    }
+  }
+  return rows;
+}
+
 Gauges Daemon::gauges() {
   const Backend::Memory memory = backend_->memory();
   Gauges g;
@@ -104,8 +128,10 @@ Gauges Daemon::gauges() {
 }
 
 HttpAnswer Daemon::page(std::string_view path) {
+  if (path == "/") return status_page();
   if (path == "/metrics") return {200, metrics_.text(gauges()), kTypeMetrics};
   if (path == "/status.json") return {200, to_json(report()), kTypeJson};
+  if (path == "/waits.json") return {200, waits_json(config_.rank, waits()), kTypeJson};
   if (path == "/livez") {
     const std::vector<std::string> why = stalled();
     return {why.empty() ? 200U : 503U, health_json(why.empty(), why), kTypeJson};
@@ -114,7 +140,7 @@ HttpAnswer Daemon::page(std::string_view path) {
     const std::vector<std::string> why = missing();
     return {why.empty() ? 200U : 503U, health_json(why.empty(), why), kTypeJson};
   }
-  return {404, "no such page: /metrics /livez /readyz /status.json\n"};
+  return {404, "no such page: / /metrics /livez /readyz /status.json /waits.json\n"};
 }
 
 }  // namespace moed

@@ -204,6 +204,8 @@ http::response<http::string_body> HttpServer::Listener::answer(
   }
   http::response<http::string_body> response(static_cast<http::status>(a.status), request.version() >= 11 ? 11 : 10);
   response.set(http::field::content_type, a.type);
+  response.set("X-Content-Type-Options", "nosniff");  // a name that an engine chose is in the JSON: it is no page
+  if (!a.policy.empty()) response.set("Content-Security-Policy", a.policy);
   if (a.status == 405) response.set(http::field::allow, "GET, HEAD");
   response.keep_alive(request.keep_alive());
   response.content_length(a.body.size());

@@ -16,6 +16,7 @@ namespace moed {
 
 inline constexpr const char* kTypeMetrics = "text/plain; version=0.0.4; charset=utf-8";
 inline constexpr const char* kTypeJson = "application/json";
+inline constexpr const char* kTypeHtml = "text/html; charset=utf-8";
 inline constexpr const char* kTypeText = "text/plain; charset=utf-8";
 
 /// What a handler gives for a path; left alone: there is no such path.
@@ -23,6 +24,7 @@ struct HttpAnswer {
   unsigned status = 404;
   std::string body = "not found\n";
   const char* type = kTypeText;
+  std::string policy{};  ///< Content-Security-Policy of a page for browsers; empty: none
 };
 
 struct HttpOptions {

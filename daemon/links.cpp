@@ -324,6 +324,8 @@ std::vector<bool> Links::usable() const {
   return all;
 }
 
+std::vector<control::WaitRow> Links::waits() const { return net_ ? net_->waits() : std::vector<control::WaitRow>(1); }
+
 std::vector<std::string> Links::missing() const {
   std::vector<std::string> all;
   const std::vector<control::PeerView> views = peers();

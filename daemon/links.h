@@ -52,6 +52,8 @@ class Links {
   std::vector<control::PeerView> peers() const;
   /// Whose links are ready, by rank.
   std::vector<bool> usable() const;
+  /// The peers' rows of the wait matrix, by rank; the own one is empty.
+  std::vector<control::WaitRow> waits() const;
   /// "link 3: connecting", for every link that is not ready.
   std::vector<std::string> missing() const;
 

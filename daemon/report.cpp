@@ -73,6 +73,13 @@ Json peers_json(const Report& r) {
   return peers;
 }
 
+Json phases_json(const Report& r) {
+  Json phases = Json::object();
+  for (const Report::Phase& p : r.phases)
+    phases[p.name] = {{"p50", decimals(p.p50_us, 1)}, {"p99", decimals(p.p99_us, 1)}};
+  return phases;
+}
+
 Json calls_json(const Report& r) {
   Json calls = {{name(Status::ok), r.calls[0]}};
   for (uint32_t s = 1; s < kStatuses; ++s)
@@ -128,9 +135,22 @@ std::string to_json(const Report& r) {
                {"lanes", lanes_json(r)},
                {"calls", calls_json(r)},
                {"call_us", {{"p50", decimals(r.p50_us, 1)}, {"p99", decimals(r.p99_us, 1)}}},
+               {"phase_us", phases_json(r)},
                {"peers", peers_json(r)},
                {"memory", {{"heap", r.heap}, {"weights", r.weights}}}};
   return fit(json);
+}
+
+std::string waits_json(uint32_t rank, const std::vector<WaitsRow>& rows) {
+  Json json = {{"rank", rank}, {"ranks", rows.size()}, {"rows", Json::array()}};
+  for (const WaitsRow& row : rows) {
+    Json waits = Json::array();
+    for (const double ms : row.wait_ms) waits.push_back(decimals(ms, 6));
+    json["rows"].push_back({{"rank", json["rows"].size()},
+                            {"age_ms", row.age_ms ? Json(decimals(*row.age_ms, 1)) : Json()},
+                            {"wait_ms", std::move(waits)}});
+  }
+  return print(json);
 }
 
 std::string health_json(bool ok, const std::vector<std::string>& missing) {

@@ -1,4 +1,5 @@
-// The daemon's state as JSON: what moectl status --json and /status.json print, and the bodies of /livez and /readyz.
+// The daemon's state as JSON: what moectl status --json and /status.json print, the wait matrix of /waits.json, and the
+// bodies of /livez and /readyz.
 #pragma once
 
 #include <array>
@@ -20,6 +21,10 @@ struct Report {
     int32_t pid = 0;
     uint64_t calls = 0;  ///< ended, of this attach
     bool dry = false;
+  };
+  struct Phase {
+    const char* name;
+    double p50_us, p99_us;  ///< of the last calls or serve passes
   };
   struct Peer {
     uint32_t rank = 0;
@@ -48,6 +53,7 @@ struct Report {
   std::vector<Lane> lanes;
   std::array<uint64_t, kStatuses> calls{};  ///< ended, by status
   double p50_us = 0, p99_us = 0;            ///< of the last calls
+  std::vector<Phase> phases;                ///< those that there were
   std::vector<Peer> peers;
   uint64_t heap = 0, weights = 0;  ///< bytes
 };
@@ -55,6 +61,16 @@ struct Report {
 /// One line of JSON, at most kMaxStatusBytes: what does not fit is left out of lanes, peers and missing, from the end,
 /// and "truncated": true is added. Strings are cut at 256 bytes.
 std::string to_json(const Report& report);
+
+/// One rank's row of the wait matrix.
+struct WaitsRow {
+  std::optional<double> age_ms;  ///< of the heartbeat that told it last; null: none has
+  std::vector<double> wait_ms;   ///< that its calls waited for rank 0, 1, ...; empty: not known
+};
+
+/// {"rank": own, "ranks": N, "rows": [{"rank": 0, "age_ms": 0.0, "wait_ms": [...]}, ...]}: rows by rank. Apart from the
+/// status, because 128 rows of 128 are more than kMaxStatusBytes.
+std::string waits_json(uint32_t rank, const std::vector<WaitsRow>& rows);
 
 /// {"ok": true|false, "missing": [...]}
 std::string health_json(bool ok, const std::vector<std::string>& missing);

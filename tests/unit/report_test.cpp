@@ -32,6 +32,7 @@ Report example() {
   r.calls[0] = 51234;
   r.p50_us = 41;
   r.p99_us = 88.04;
+  r.phases = {{"dispatch", 2.34, 5}, {"experts", 20.06, 40.96}};
   r.peers = {{1, "ready", 42.0, 1.31, {0.01, 1, 0.2, 0.1}, 15871, 0, "", 0.25, 3, 1.5},
              {2, "connecting", std::nullopt, 0, {}, 0, 1, "loading", 0, std::nullopt, 0}};
   r.heap = 4194304;
@@ -46,6 +47,7 @@ TEST(Report, TheExample) {
       R"("http":"127.0.0.1:9400","limits":{"lanes":2},)"
       R"("lanes":[{"lane":1,"name":"engine-a","pid":4711,"calls":51234,"dry":false}],)"
       R"("calls":{"ok":51234},"call_us":{"p50":41.0,"p99":88.0},)"
+      R"("phase_us":{"dispatch":{"p50":2.3,"p99":5.0},"experts":{"p50":20.1,"p99":41.0}},)"
       R"("peers":[{"rank":1,"link":"ready","heartbeat_ms":42.0,"wait_s":1.31,)"
       R"("wait_by":{"queue":0.01,"experts":1.0,"send":0.2,"wire":0.1},"last":15871,"losses":0,"busy":"",)"
       R"("loop_ms":0.25,"waits_for":3,"waits_ms":1.5},)"
@@ -124,6 +126,9 @@ TEST(Report, TheLargestRealWorldFits) {
   r.peers.assign(127,
                  {126, "connecting", 1e9, 1e9, {1e9, 1e9, 1e9, 1e9}, UINT64_MAX, UINT64_MAX, "mapping", 1e9, 126, 1e9});
   r.missing.assign(128, "link 126: connecting");
+  r.phases.clear();
+  for (const char* phase : {"dispatch", "wait", "reduce", "gather", "experts", "send"})
+    r.phases.push_back({phase, 1e9, 1e9});
   r.calls.fill(UINT64_MAX);
   const std::string text = to_json(r);
   EXPECT_LE(text.size(), 65536U);
@@ -150,6 +155,12 @@ TEST(Report, WhatIsTooLargeIsTruncatedAndSaysSo) {
   }
   EXPECT_EQ(Json::parse(to_json(lanes))["peers"].size(), 2U);
   EXPECT_GT(Json::parse(to_json(lanes))["lanes"].size(), 100U);
+}
+
+TEST(Report, Waits) {
+  EXPECT_EQ(waits_json(1, {{42.04, {0.001, 2}}, {0, {1234.567891, 0}}, {std::nullopt, {}}}),
+            R"({"rank":1,"ranks":3,"rows":[{"rank":0,"age_ms":42.0,"wait_ms":[0.001,2.0]},)"
+            R"({"rank":1,"age_ms":0.0,"wait_ms":[1234.567891,0.0]},{"rank":2,"age_ms":null,"wait_ms":[]}]})");
 }
 
 TEST(Report, Health) {
