@@ -204,6 +204,7 @@ void measure(const Options& options) {
                       {"model.source=synthetic",
                        "model.shape={hidden: 512, latent: 256, intermediate: 128, experts: " +
                            std::to_string(kTopK * options.ranks) + ", top_k: " + std::to_string(kTopK) + ", layers: 2}",
+                       "canary.period_ms=0",  // whoever stands still answers none
                        "limits.max_tokens=32", "limits.arena_mb=8", "heartbeat.interval_ms=" + std::to_string(beat_ms),
                        "heartbeat.lost_after_ms=" + std::to_string(still ? 600'000 : 10 * beat_ms)},
                       [](uint32_t rank) { return rank == 0 ? Daemons::Sets{"service.spin_us=50"} : Daemons::Sets{}; });
