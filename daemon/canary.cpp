@@ -46,7 +46,6 @@ Canary::Canary(boost::asio::io_context& io, CanaryOptions options, Backend& back
                Metrics& metrics)
     : options_(options),
       backend_(backend),
-      service_(service),
       metrics_(metrics),
       slot_(arena_slot(options.shape, 0, std::min(options.ranks, options.max_call_tokens))),
       timer_(io),

@@ -92,7 +92,6 @@ class Canary {
 
   const CanaryOptions options_;
   Backend& backend_;
-  ServiceLoop& service_;
   Metrics& metrics_;
   const ArenaSlot slot_;
   uint32_t batches_ = 1;  ///< rounds that one layer takes
