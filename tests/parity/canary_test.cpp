@@ -31,7 +31,7 @@ Shape two_rounds() {
 
 class CanaryTest : public testing::Test {
  protected:
-  void make(const Shape& shape, uint32_t max_call_tokens = 4096, bool experts = true) {
+  void make(const Shape& shape, uint32_t max_call_tokens = 4096, bool experts = true, uint32_t deadline_ms = 20'000) {
     model_ = std::make_unique<SyntheticModel>(shape, 7);
     WorldOptions o;
     o.shape = shape;
@@ -40,7 +40,7 @@ class CanaryTest : public testing::Test {
     o.max_tokens = 8;
     o.max_call_tokens = max_call_tokens;
     o.linked = false;
-    o.deadline_ms = 300;
+    o.deadline_ms = deadline_ms;
     if (experts) o.weights = [this](uint32_t r) { return model_->of_rank(r, kRanks); };
     world_ = std::make_unique<World>(o);
     CanaryOptions c;
@@ -132,10 +132,10 @@ TEST_F(CanaryTest, AFlippedBitOfAnyExpertIsNamedWithinTwoRounds) {
       const uint32_t rank = expert / 4;
       const std::string who = "canary " + std::to_string(rank) + ": wrong at layer " + std::to_string(layer) +
                               ", experts " + std::to_string(rank * 4) + " to " + std::to_string(rank * 4 + 3);
-      model_->scale(layer, expert) ^= 4;
+      model_->flip_scale(layer, expert);
       rounds(2);
       ASSERT_EQ(missing(), who) << "expert " << expert;
-      model_->scale(layer, expert) ^= 4;
+      model_->flip_scale(layer, expert);
       rounds(2);
       ASSERT_EQ(missing(), "") << "expert " << expert;
     }
@@ -149,12 +149,12 @@ TEST_F(CanaryTest, EveryExpertIsSeenInTurn) {
   link_all();
   rounds(8);
   for (const uint32_t expert : {0U, 6U, 15U}) {
-    model_->scale(2, expert) ^= 4;
+    model_->flip_scale(2, expert);
     rounds(8);
     const std::string number = std::to_string(expert);
     EXPECT_EQ(missing(),
               "canary " + std::to_string(expert / 4) + ": wrong at layer 2, experts " + number + " to " + number);
-    model_->scale(2, expert) ^= 4;
+    model_->flip_scale(2, expert);
     rounds(8);
     EXPECT_EQ(missing(), "");
   }
@@ -168,10 +168,10 @@ TEST_F(CanaryTest, SignsOfSingleWeights) {
   rounds(4);
   uint32_t found = 0;
   for (uint32_t expert = 0; expert < shape.experts; ++expert) {
-    model_->weights(1, expert) ^= 8;
+    model_->flip_sign(1, expert);
     rounds(2);
     found += missing().empty() ? 0 : 1;
-    model_->weights(1, expert) ^= 8;
+    model_->flip_sign(1, expert);
     rounds(2);
     ASSERT_EQ(missing(), "");
   }
@@ -181,7 +181,7 @@ TEST_F(CanaryTest, SignsOfSingleWeights) {
 
 /// Rank 3 is never told that its end is ready, so it looks at no call line.
 TEST_F(CanaryTest, ALateRankIsNamedAndTheOthersAreAskedWithoutIt) {
-  make(two_rounds());
+  make(two_rounds(), 4096, true, 1'000);
   link(1);
   link(2);
   rounds(2);
@@ -195,10 +195,10 @@ TEST_F(CanaryTest, ALateRankIsNamedAndTheOthersAreAskedWithoutIt) {
   rounds(1, 3);
   EXPECT_GT(count(2, "ok"), before);
   EXPECT_GE(count(3, "late"), 2U);
-  model_->scale(1, 8) ^= 4;
+  model_->flip_scale(1, 8);
   rounds(2, 3);
   EXPECT_EQ(missing(), "canary 2: wrong at layer 1, experts 8 to 11; canary 3: late");
-  model_->scale(1, 8) ^= 4;
+  model_->flip_scale(1, 8);
   world_->ready(3, 0, 77);
   rounds(4, 3);
   EXPECT_EQ(missing(), "");
@@ -211,7 +211,7 @@ TEST_F(CanaryTest, ARankThatIsBackHasToAnswerAsBefore) {
   lose(1);
   EXPECT_EQ(missing(), "");
   rounds(2);
-  model_->scale(1, 5) ^= 4;  // it comes back with other weights
+  model_->flip_scale(1, 5);  // it comes back with other weights
   link(1);
   EXPECT_EQ(missing(), "canary 1: no answer yet");
   rounds(2, 1);
@@ -223,7 +223,7 @@ TEST_F(CanaryTest, CallsMayHaveFewerTokensThanTheWorldHasRanks) {
   link_all();
   rounds(4);
   EXPECT_EQ(missing(), "");
-  model_->scale(2, 13) ^= 4;
+  model_->flip_scale(2, 13);
   rounds(2);
   EXPECT_EQ(missing(), "canary 3: wrong at layer 2, experts 12 to 15");
 }

@@ -31,23 +31,27 @@ class SyntheticModel {
   }
 
   oracle::Expert values(uint32_t layer, uint32_t expert) const {
-    const ExpertWeights& w = experts_[(layer - shape_.first_layer) * shape_.experts + expert];
+    const ExpertWeights& w = at(layer, expert);
     const size_t l = shape_.latent;
     const size_t n = shape_.intermediate;
     return {oracle::mxfp4_values(w.w1, w.w1_scale, n, l), oracle::mxfp4_values(w.w2, w.w2_scale, l, n),
             oracle::mxfp4_values(w.w3, w.w3_scale, n, l)};
   }
 
-  /// The memory of a scale of W2, to break it: no rank may compute meanwhile.
-  uint8_t& scale(uint32_t layer, uint32_t expert) {
-    return const_cast<uint8_t&>(*experts_[(layer - shape_.first_layer) * shape_.experts + expert].w2_scale);
+  /// Flips a bit of the first scale of W2, or of the first weights of W1. No rank may compute meanwhile; a race
+  /// detector does not know that none does, because the lines that order it are relaxed.
+  __attribute__((no_sanitize("thread"), noinline)) void flip_scale(uint32_t layer, uint32_t expert) {
+    *const_cast<uint8_t*>(at(layer, expert).w2_scale) ^= 4;
   }
-  /// The memory of the first weights of W1, two of them.
-  uint8_t& weights(uint32_t layer, uint32_t expert) {
-    return const_cast<uint8_t&>(*experts_[(layer - shape_.first_layer) * shape_.experts + expert].w1);
+  __attribute__((no_sanitize("thread"), noinline)) void flip_sign(uint32_t layer, uint32_t expert) {
+    *const_cast<uint8_t*>(at(layer, expert).w1) ^= 8;
   }
 
  private:
+  const ExpertWeights& at(uint32_t layer, uint32_t expert) const {
+    return experts_[(layer - shape_.first_layer) * shape_.experts + expert];
+  }
+
   const uint8_t* tensor(uint64_t key, bool scales, uint64_t rows, uint64_t columns) {
     memory_.emplace_back(scales ? scale_bytes(rows, columns) : packed_bytes(rows, columns));
     fill_synthetic(memory_.back(), key, scales, columns);
