@@ -1,10 +1,13 @@
 // A round reads from begin_round() downwards.
 #include "daemon/canary.h"
 
+#include <openssl/sha.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <stdexcept>
+#include <system_error>
 
 #include "daemon/log.h"
 
@@ -12,6 +15,7 @@ namespace moed {
 namespace {
 
 constexpr Nanos kSoon = 200'000'000;            ///< until the next round while somebody has not answered
+constexpr uint32_t kAskedAgain = 8;             ///< wrong answers of a rank, in one round
 constexpr std::chrono::milliseconds kFirst{1};  ///< looks at a call that runs
 constexpr std::chrono::milliseconds kLater{20};
 constexpr Nanos kOverdue = 1'000'000'000;  ///< after its deadline every call has ended
@@ -54,19 +58,22 @@ Canary::Canary(boost::asio::io_context& io, CanaryOptions options, Backend& back
     batches_ = std::max(
         batches_, (local_experts(options.shape, r, options.ranks) + options.shape.top_k - 1) / options.shape.top_k);
   LaneMemory memory;
-  if (backend.open_lane(0, ArenaKind::host, slot_.end, memory) != Status::ok)
-    throw std::runtime_error("no lane for the canary: " + backend.last_error());
-  arena_ = Mapping(memory.arena, slot_.end);
-  mailbox_ = Mapping(memory.host_mailbox, sizeof(HostMailbox));
-  Mapping theirs(memory.host_mailbox, sizeof(HostMailbox));
-  if (!arena_ || !mailbox_ || !theirs) throw std::runtime_error("no memory for the canary's lane");
+  const Status opened = backend.open_lane(0, ArenaKind::host, slot_.end, memory);
+  if (opened == Status::device_lost) throw GpuError(backend.last_error());
+  if (opened == Status::ok) {
+    arena_ = Mapping(memory.arena, slot_.end);
+    mailbox_ = Mapping(memory.host_mailbox, sizeof(HostMailbox));
+  }
+  Mapping theirs = mailbox_ ? Mapping(memory.host_mailbox, sizeof(HostMailbox)) : Mapping();
+  if (!arena_ || !theirs)
+    throw std::system_error(ENOMEM, std::generic_category(), "no lane for the canary: " + backend.last_error());
   service.attach(0, std::move(theirs));
 }
 
 Canary::~Canary() { backend_.close_lane(0); }
 
-void Canary::start(std::function<std::vector<bool>()> usable, std::function<void()> changed) {
-  usable_ = std::move(usable);
+void Canary::start(std::function<std::vector<uint64_t>()> lives, std::function<void()> changed) {
+  lives_ = std::move(lives);
   changed_ = std::move(changed);
   look();
 }
@@ -77,22 +84,26 @@ void Canary::stop() {
 }
 
 void Canary::look() {
-  if (stopped_ || !usable_) return;
+  if (stopped_ || !lives_) return;
+  refresh_links();
   again_ = running_;
   if (running_) return;
-  refresh_links();
   const bool unheard =
-      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.usable && p.answer == Answer::none; });
+      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.life != 0 && p.answer == Answer::none; });
   if (unheard) begin_round(rounds_ == 0);
+}
+
+/// In a round that is not of all: who has not answered as it should.
+bool Canary::asked(const Peer& peer) const {
+  return peer.life != 0 && (all_ || peer.answer == Answer::none || peer.answer == Answer::late);
 }
 
 /// Who has not answered as it should is asked again before the period is over.
 void Canary::wait_for_round() {
-  const bool unheard = std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-    return p.usable && (p.answer == Answer::none || p.answer == Answer::late);
-  });
+  all_ = false;
+  const bool some = std::any_of(peers_.begin(), peers_.end(), [this](const Peer& p) { return asked(p); });
   const Nanos now = now_ns();
-  const Nanos soon = unheard ? std::min(due_, now + kSoon) : due_;
+  const Nanos soon = some ? std::min(due_, now + kSoon) : due_;
   timer_.expires_after(std::chrono::nanoseconds(soon > now ? soon - now : 0));
   timer_.async_wait([this](boost::system::error_code error) {
     if (!error && !stopped_ && !running_) begin_round(now_ns() >= due_);
@@ -100,12 +111,14 @@ void Canary::wait_for_round() {
 }
 
 void Canary::refresh_links() {
-  const std::vector<bool> now = usable_();
+  const std::vector<uint64_t> now = lives_();
   for (uint32_t r = 0; r < peers_.size(); ++r) {
     Peer& peer = peers_[r];
-    const bool usable = r == options_.rank || now[r];
-    if (peer.usable && !usable) peer.answer = peer.round = Answer::none;  // it has to answer again when it is back
-    peer.usable = usable;
+    const uint64_t life = r == options_.rank ? 1 : now[r];
+    if (peer.life == life) continue;
+    peer.life = life;
+    peer.answer = Answer::none;  // it has to answer again, and not what was on its way in its former life
+    peer.spoiled = true;
   }
 }
 
@@ -115,22 +128,36 @@ void Canary::begin_round(bool all) {
   running_ = true;
   all_ = all;
   if (all) ++rounds_;
-  const uint64_t layer = (rounds_ - 1) / batches_ % std::max(options_.shape.layers, 1U);
-  std::vector<uint32_t> layers;
-  if (options_.experts) layers.push_back(options_.shape.first_layer + static_cast<uint32_t>(layer));
-  layers.push_back(kIdentityLayer);  // probes_ is taken from its end
-  for (const uint32_t l : layers) {
-    Probe probe{l, {}};
-    for (uint32_t r = 0; r < peers_.size(); ++r) {
-      Peer& peer = peers_[r];
-      peer.round = Answer::none;
-      const bool asked = peer.usable && (all || peer.answer == Answer::none || peer.answer == Answer::late);
-      if (asked && question(l, r).first < question(l, r).end) probe.ranks.push_back(r);
-      if (probe.ranks.size() < options_.max_call_tokens && r + 1 < peers_.size()) continue;
-      if (!probe.ranks.empty()) probes_.push_back(std::exchange(probe, {l, {}}));
-    }
+  round_broken_.clear();
+  for (Peer& peer : peers_) {
+    peer.round = Answer::none;
+    peer.spoiled = false;
   }
+  const uint64_t layer = (rounds_ - 1) / batches_ % std::max(options_.shape.layers, 1U);
+  add_wrong();  // probes_ is taken from its end
+  if (options_.experts) add_probes(options_.shape.first_layer + static_cast<uint32_t>(layer));
+  add_probes(kIdentityLayer);
   next();
+}
+
+/// One token for every rank that is asked, in calls of at most max_call_tokens.
+void Canary::add_probes(uint32_t layer) {
+  Probe probe;
+  for (uint32_t r = 0; r < peers_.size(); ++r) {
+    const Question q = question(layer, r);
+    if (asked(peers_[r]) && q.first < q.end) probe.push_back({r, q});
+    if (probe.size() < options_.max_call_tokens && r + 1 < peers_.size()) continue;
+    if (!probe.empty()) probes_.push_back(std::exchange(probe, {}));
+  }
+}
+
+/// What was wrong may have been put right, by a new life of the rank for example.
+void Canary::add_wrong() {
+  for (uint32_t r = 0; r < peers_.size(); ++r) {
+    uint32_t left = kAskedAgain;
+    for (const Question& q : peers_[r].wrong)
+      if (asked(peers_[r]) && q.layer != kIdentityLayer && left-- > 0) probes_.push_back({{r, q}});
+  }
 }
 
 /// The experts of `rank` that the present round asks for; of the identity layer the first ones.
@@ -156,9 +183,9 @@ void Canary::lay_out(const Probe& probe) {
   auto* const x = reinterpret_cast<uint16_t*>(arena_.data() + slot_.x);
   auto* const ids = reinterpret_cast<int32_t*>(arena_.data() + slot_.ids);
   auto* const weights = reinterpret_cast<float*>(arena_.data() + slot_.weights);
-  for (uint32_t t = 0; t < probe.ranks.size(); ++t) {
-    const Question q = question(probe.layer, probe.ranks[t]);
-    for (uint32_t c = 0; c < s.latent; ++c) x[t * s.latent + c] = exact_bf16(known_value(probe.ranks[t], c));
+  for (uint32_t t = 0; t < probe.size(); ++t) {
+    const Question& q = probe[t].question;
+    for (uint32_t c = 0; c < s.latent; ++c) x[t * s.latent + c] = exact_bf16(known_value(probe[t].rank, c));
     for (uint32_t k = 0; k < s.top_k; ++k) {
       ids[t * s.top_k + k] = q.first + k < q.end ? static_cast<int32_t>(q.first + k) : -1;
       weights[t * s.top_k + k] = kWeight;
@@ -169,8 +196,8 @@ void Canary::lay_out(const Probe& probe) {
 void Canary::ring(const Probe& probe) {
   lay_out(probe);
   Call call{};
-  call.layer = probe.layer;
-  call.tokens = static_cast<uint32_t>(probe.ranks.size());
+  call.layer = probe.front().question.layer;
+  call.tokens = static_cast<uint32_t>(probe.size());
   call.flags = kFlagNoNorm;
   call.x = slot_.x;
   call.ids = slot_.ids;
@@ -195,7 +222,10 @@ void Canary::wait_for_answer() {
       return judge(reply);
     }
     const bool overdue = now_ns() > rung_ + Nanos{options_.longest_ms} * 1'000'000 + kOverdue;
-    if (overdue && !std::exchange(overdue_, true)) changed_();
+    if (overdue && !std::exchange(overdue_, true)) {
+      log_error("canary: its call does not end", {{"layer", present_.front().question.layer}});
+      changed_();
+    }
     wait_for_answer();
   });
 }
@@ -204,70 +234,79 @@ void Canary::judge(const Reply& reply) {
   const auto status = static_cast<Status>(reply.status);
   const bool named = reply.ranks[0] != 0 || reply.ranks[1] != 0;
   if (status == Status::ok) {
-    broken_.clear();
-    for (uint32_t t = 0; t < present_.ranks.size(); ++t) compare(present_.ranks[t], t);
-  } else if (status == Status::peer_timeout && named) {
+    for (uint32_t t = 0; t < present_.size(); ++t) compare(present_[t], t);
+  } else if (status == Status::internal && named && reply.value != 0) {
+    leave_out(reply, Answer::wrong);  // its own status, for a call that is known to be good
+  } else if ((status == Status::peer_timeout || status == Status::internal) && named) {
     leave_out(reply, Answer::late);
-  } else if (status == Status::internal && named) {
-    leave_out(reply, Answer::wrong);
   } else if (named) {  // lost meanwhile, or not ready yet at its end: the link says so
     leave_out(reply, Answer::none);
   } else if (status == Status::draining) {
     return stop();
   } else {
-    if (broken_.empty()) log_error("canary: its own call fails", {{"status", name(status)}, {"layer", present_.layer}});
-    broken_ = name(status);
+    round_broken_ = name(status);
   }
   next();
 }
 
 /// The ranks that a failed call names are answered for; the others are asked again without them.
 void Canary::leave_out(const Reply& reply, Answer answer) {
-  Probe rest{present_.layer, {}};
-  for (const uint32_t r : present_.ranks) {
-    if (!names(reply, r)) {
-      rest.ranks.push_back(r);
+  Probe rest;
+  for (const Token& token : present_) {
+    Peer& peer = peers_[token.rank];
+    if (!names(reply, token.rank)) {
+      rest.push_back(token);
       continue;
     }
-    peers_[r].round = std::max(peers_[r].round, answer);
-    if (answer == Answer::wrong) note_wrong(r, question(present_.layer, r), "canary: a known call is refused");
-    if (answer != Answer::late) continue;
-    for (Probe& probe : probes_) std::erase(probe.ranks, r);  // once a round is enough to wait for it
+    peer.round = std::max(peer.round, answer);
+    peer.spoiled = peer.spoiled || answer == Answer::none;
+    if (answer == Answer::wrong) note_wrong(token, "canary: a known call is refused");
+    if (answer == Answer::wrong) continue;
+    for (Probe& probe : probes_)  // once a round is enough to wait for it
+      std::erase_if(probe, [&token](const Token& other) { return other.rank == token.rank; });
   }
-  std::erase_if(probes_, [](const Probe& probe) { return probe.ranks.empty(); });
-  if (!rest.ranks.empty() && rest.ranks.size() < present_.ranks.size()) probes_.push_back(std::move(rest));
+  std::erase_if(probes_, [](const Probe& probe) { return probe.empty(); });
+  if (!rest.empty() && rest.size() < present_.size()) probes_.push_back(std::move(rest));
 }
 
-std::vector<uint16_t> Canary::identity_row(uint32_t rank, uint32_t slots) const {
+std::vector<uint16_t> Canary::identity_row(const Token& token) const {
   std::vector<uint16_t> row(options_.shape.latent);
-  for (uint32_t c = 0; c < row.size(); ++c)
-    row[c] = exact_bf16(known_value(rank, c) * kWeight * static_cast<float>(slots));
+  const auto slots = static_cast<float>(token.question.end - token.question.first);
+  for (uint32_t c = 0; c < row.size(); ++c) row[c] = exact_bf16(known_value(token.rank, c) * kWeight * slots);
   return row;
 }
 
-void Canary::compare(uint32_t rank, uint32_t token) {
-  const Question q = question(present_.layer, rank);
-  const uint32_t width = options_.shape.latent;
-  std::vector<uint16_t> row(width);
-  std::memcpy(row.data(), arena_.data() + slot_.out + uint64_t{token} * width * 2, uint64_t{width} * 2);
-  Peer& peer = peers_[rank];
-  const bool right = q.layer == kIdentityLayer ? row == identity_row(rank, q.end - q.first)
-                                               : right_.try_emplace({rank, q}, row).first->second == row;
+void Canary::compare(const Token& token, uint32_t row) {
+  const uint64_t bytes = uint64_t{options_.shape.latent} * 2;
+  const std::byte* const out = arena_.data() + slot_.out + row * bytes;
+  Peer& peer = peers_[token.rank];
+  if (peer.spoiled) return;  // an answer of its former life is nobody's
+  bool right = false;
+  if (token.question.layer == kIdentityLayer) {
+    right = std::memcmp(identity_row(token).data(), out, bytes) == 0;
+  } else {
+    Digest digest;
+    SHA256(reinterpret_cast<const unsigned char*>(out), bytes, digest.data());
+    right = right_.try_emplace({token.rank, token.question}, digest).first->second == digest;
+  }
   peer.round = std::max(peer.round, right ? Answer::ok : Answer::wrong);
-  if (right && peer.wrong.erase(q) != 0) {
-    log_info("canary: right again", {{"peer", rank}, {"at", q.text()}});
+  if (right && peer.wrong.erase(token.question) != 0) {
+    log_info("canary: right again", {{"peer", token.rank}, {"at", token.question.text()}});
   } else if (!right) {
-    note_wrong(rank, q, "canary: the bits of an answer are wrong");
+    note_wrong(token, "canary: the bits of an answer are wrong");
   }
 }
 
-void Canary::note_wrong(uint32_t rank, const Question& q, const char* what) {
-  if (peers_[rank].wrong.insert(q).second) log_error(what, {{"peer", rank}, {"at", q.text()}});
+void Canary::note_wrong(const Token& token, const char* what) {
+  if (peers_[token.rank].wrong.insert(token.question).second)
+    log_error(what, {{"peer", token.rank}, {"at", token.question.text()}});
 }
 
 void Canary::end_round() {
   for (uint32_t r = 0; r < peers_.size(); ++r) settle(r);
   running_ = false;
+  if (!round_broken_.empty() && broken_.empty()) log_error("canary: its own call fails", {{"status", round_broken_}});
+  broken_ = round_broken_;
   if (all_) due_ = now_ns() + Nanos{options_.period_ms} * 1'000'000;
   wait_for_round();
   changed_();
@@ -277,7 +316,7 @@ void Canary::end_round() {
 /// What the round has found about one rank.
 void Canary::settle(uint32_t rank) {
   Peer& peer = peers_[rank];
-  if (!peer.usable || peer.round == Answer::none) return;
+  if (peer.life == 0 || peer.spoiled || peer.round == Answer::none) return;
   if (peer.round == Answer::late && peer.answer != Answer::late)
     log_warn("canary: no answer in time", {{"peer", rank}});
   if (peer.round == Answer::ok && peer.answer == Answer::late) log_info("canary: it answers again", {{"peer", rank}});
@@ -289,18 +328,18 @@ void Canary::settle(uint32_t rank) {
 
 std::vector<std::string> Canary::missing() const {
   std::vector<std::string> all;
-  if (!usable_) return all;  // not started: the links are not, either
-  const std::vector<bool> now = usable_();
+  if (!lives_) return all;  // not started: the links are not, either
+  const std::vector<uint64_t> now = lives_();
   if (overdue_) all.emplace_back("canary: its call does not end");
   if (!broken_.empty()) all.push_back("canary: its own call fails: " + broken_);
   for (uint32_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
-    if (r != options_.rank && !now[r]) continue;  // the link is missing already
+    if (r != options_.rank && now[r] == 0) continue;  // the link is missing already
     const std::string who = "canary " + std::to_string(r) + ": ";
     if (!peer.wrong.empty())
       all.push_back(who + "wrong at " + peer.wrong.begin()->text() +
                     (peer.wrong.size() > 1 ? " and " + std::to_string(peer.wrong.size() - 1) + " more" : ""));
-    else if (!peer.usable || peer.answer == Answer::none)
+    else if (peer.answer == Answer::none || (r != options_.rank && peer.life != now[r]))
       all.push_back(who + "no answer yet");
     else if (peer.answer == Answer::late)
       all.push_back(who + "late");

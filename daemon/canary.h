@@ -1,8 +1,9 @@
 // Known tokens on lane 0: once a period an identity call and a call of real experts ask every rank whose link is ready,
 // ourselves included, for an answer whose bits are known. The identity's are worked out here; an expert's are those of
-// its first answer. One round has one token a rank, with as many of its experts as a token can name; the next round
-// takes the next ones, and then the next layer, so every expert is seen again after layers * ceil(experts of a rank /
-// top_k) periods. A flipped bit is found when it changes an answer.
+// its first answer, whatever that was. One round has one token a rank, with as many of its experts as a token can name;
+// the next round takes the next ones, and then the next layer, so every expert is seen again after layers *
+// ceil(experts of a rank / top_k) periods. What was wrong is asked again in every round. A flipped bit is found when it
+// changes an answer.
 #pragma once
 
 #include <array>
@@ -22,6 +23,7 @@
 #include "daemon/abi/fd.h"
 #include "daemon/metrics.h"
 #include "daemon/service_loop.h"
+#include "daemon/weights/checkpoint.h"
 
 namespace moed {
 
@@ -43,8 +45,9 @@ class Canary {
   Canary(const Canary&) = delete;
   Canary& operator=(const Canary&) = delete;
 
-  /// usable: whose links are ready, by rank. changed: missing() may be another.
-  void start(std::function<std::vector<bool>()> usable, std::function<void()> changed);
+  /// lives: by rank, 0 where the link is not ready, else a number that is another one in every life of the link.
+  /// changed: missing() may be another.
+  void start(std::function<std::vector<uint64_t>()> lives, std::function<void()> changed);
   /// A link has become ready or has ceased to be: who has not answered since is asked at once, alone.
   void look();
   /// No more rounds; a call that runs is left alone.
@@ -65,29 +68,33 @@ class Canary {
     Answer answer = Answer::none;
     Answer round = Answer::none;  ///< the worst of the present round
     std::set<Question> wrong;     ///< not put right since
-    bool usable = false;
+    uint64_t life = 0;            ///< of its link; 0: not ready
+    bool spoiled = false;         ///< the present round says nothing about it
   };
-  /// One call: the ranks that have a token in it.
-  struct Probe {
-    uint32_t layer;
-    std::vector<uint32_t> ranks;
+  struct Token {
+    uint32_t rank;
+    Question question;
   };
+  using Probe = std::vector<Token>;  ///< one call: all of one layer
 
   void wait_for_round();
   void begin_round(bool all);
   void refresh_links();
+  void add_probes(uint32_t layer);
+  void add_wrong();
   void next();
   void ring(const Probe& probe);
   void lay_out(const Probe& probe);
   void wait_for_answer();
   void judge(const Reply& reply);
   void leave_out(const Reply& reply, Answer answer);
-  void compare(uint32_t rank, uint32_t token);
-  void note_wrong(uint32_t rank, const Question& q, const char* what);
+  void compare(const Token& token, uint32_t row);
+  void note_wrong(const Token& token, const char* what);
   void end_round();
   void settle(uint32_t rank);
   Question question(uint32_t layer, uint32_t rank) const;
-  std::vector<uint16_t> identity_row(uint32_t rank, uint32_t slots) const;
+  std::vector<uint16_t> identity_row(const Token& token) const;
+  bool asked(const Peer& peer) const;
   HostMailbox& box() const { return *reinterpret_cast<HostMailbox*>(mailbox_.data()); }
 
   const CanaryOptions options_;
@@ -97,15 +104,15 @@ class Canary {
   uint32_t batches_ = 1;  ///< rounds that one layer takes
   Mapping mailbox_, arena_;
   boost::asio::steady_timer timer_;
-  std::function<std::vector<bool>()> usable_;
+  std::function<std::vector<uint64_t>()> lives_;
   std::function<void()> changed_;
   std::vector<Peer> peers_;
-  std::map<std::pair<uint32_t, Question>, std::vector<uint16_t>> right_;  ///< by rank: first answers of experts
-  std::vector<Probe> probes_;                                             ///< of the present round, the next one last
-  Probe present_{};
+  std::map<std::pair<uint32_t, Question>, Digest> right_;  ///< by rank: of the first answers of experts
+  std::vector<Probe> probes_;                              ///< of the present round, the next one last
+  Probe present_;
   bool running_ = false, all_ = false, again_ = false, stopped_ = false, overdue_ = false;
-  std::string broken_;        ///< why our own calls do not work; empty: they do
-  Nanos rung_ = 0, due_ = 0;  ///< due_: the next round of all
+  std::string round_broken_, broken_;  ///< why our own calls do not work; empty: they do
+  Nanos rung_ = 0, due_ = 0;           ///< due_: the next round of all
   uint64_t number_ = 0, rounds_ = 0;
 };
 

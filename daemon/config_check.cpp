@@ -88,7 +88,19 @@ std::optional<ConfigFault> model_fault(const Config& config, const std::function
 
 std::optional<ConfigFault> drill_fault(const Config& config) {
   if (config.debug.flip_after_ms == 0) return std::nullopt;
-  if (config.model.source == ModelSource::synthetic) return std::nullopt;
+  const ShapeConfig& shape = config.model.shape;
+  const auto outside = [](const std::string& key, uint64_t value, uint64_t first, uint64_t last) {
+    return ConfigFault{key, key + " = " + std::to_string(value) + " is outside " + std::to_string(first) + ".." +
+                                std::to_string(last) + " of model.shape"};
+  };
+  const DebugConfig& debug = config.debug;
+  if (config.model.source == ModelSource::synthetic) {
+    if (debug.flip_layer < 1 || debug.flip_layer > shape.layers)
+      return outside("debug.flip_layer", debug.flip_layer, 1, shape.layers);
+    if (debug.flip_expert >= shape.experts)
+      return outside("debug.flip_expert", debug.flip_expert, 0, shape.experts - 1);
+    return std::nullopt;
+  }
   return ConfigFault{"debug.flip_after_ms", "debug.flip_after_ms = " + std::to_string(config.debug.flip_after_ms) +
                                                 " is only for model.source synthetic, here " +
                                                 name(config.model.source)};

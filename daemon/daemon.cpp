@@ -58,7 +58,7 @@ Status Daemon::run() {
                          {"http", http_ ? std::to_string(http_->port()) : "off"},
                          {"control", links_.port()}});
   links_.start(*backend_, [this] { links_changed(); });
-  if (canary_) canary_->start([this] { return links_.usable(); }, [this] { readiness_changed(); });
+  if (canary_) canary_->start([this] { return links_.lives(); }, [this] { readiness_changed(); });
   readiness_changed();
   warn_about_drills();
   io_.run();
@@ -248,7 +248,9 @@ AttachOptions Daemon::attach_options() const {
 
 void Daemon::warn_about_drills() const {
   const DebugConfig& d = config_.debug;
-  if (d.flip_after_ms != 0)
+  const bool ours = d.flip_expert >= first_expert(model_.shape, config_.rank, config_.ranks()) &&
+                    d.flip_expert < first_expert(model_.shape, config_.rank + 1, config_.ranks());
+  if (d.flip_after_ms != 0 && ours)
     log_warn("drill: this daemon flips a bit of its weights",
              {{"layer", d.flip_layer}, {"expert", d.flip_expert}, {"after_ms", d.flip_after_ms}});
   if ((d.experts_delay_us | d.loop_delay_us | d.send_delay_us | d.call_delay_us) == 0) return;

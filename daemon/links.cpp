@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <boost/asio/post.hpp>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "control/auth.h"
@@ -318,9 +319,12 @@ std::vector<control::PeerView> Links::peers() const {
   return {control::PeerView{.state = control::State::ready}};
 }
 
-std::vector<bool> Links::usable() const {
-  std::vector<bool> all;
-  for (const control::PeerView& v : peers()) all.push_back(control::why_not_ready(v.state, v.leaving, v.busy).empty());
+std::vector<uint64_t> Links::lives() const {
+  std::vector<uint64_t> all;
+  for (const control::PeerView& v : peers()) {
+    const bool ready = control::why_not_ready(v.state, v.leaving, v.busy).empty();
+    all.push_back(ready ? 1 + std::accumulate(v.losses.begin(), v.losses.end(), uint64_t{0}) : 0);
+  }
   return all;
 }
 

@@ -50,8 +50,8 @@ class Links {
   std::string port() const { return net_ ? std::to_string(net_->port()) : "off"; }
   /// By rank, the own one included.
   std::vector<control::PeerView> peers() const;
-  /// Whose links are ready, by rank.
-  std::vector<bool> usable() const;
+  /// By rank: 0 where the link is not ready, else a number that is another one in every life of the link.
+  std::vector<uint64_t> lives() const;
   /// The peers' rows of the wait matrix, by rank; the own one is empty.
   std::vector<control::WaitRow> waits() const;
   /// "link 3: connecting", for every link that is not ready.

@@ -117,7 +117,7 @@ std::array<PhaseTimes, kPhaseNames.size()> Recorder::phases() const {
   };
   const RecorderHeader& h = header();
   last<CallRecord>(h.calls_at, h.calls, offsetof(CallRecord, peer), [&add](const CallRecord& r) {
-    for (std::size_t p = 0; p < 3; ++p) add(p, r.phase_ns[p]);
+    for (std::size_t p = 0; p < 3 && r.lane != 0; ++p) add(p, r.phase_ns[p]);  // not the canary's
   });
   last<ServeRecord>(h.passes_at, h.passes, sizeof(ServeRecord), [&add](const ServeRecord& r) {
     add(3, r.gather_ns);

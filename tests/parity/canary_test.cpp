@@ -50,7 +50,7 @@ class CanaryTest : public testing::Test {
     c.experts = experts;
     c.period_ms = 1;
     canary_ = std::make_unique<Canary>(io_, c, world_->backend(0), world_->service(0), world_->metrics(0));
-    canary_->start([this] { return usable_; }, [] {});
+    canary_->start([this] { return lives_; }, [] {});
   }
 
   void TearDown() override {
@@ -63,7 +63,7 @@ class CanaryTest : public testing::Test {
 
   void link(uint32_t rank) {
     world_->link(0, rank, ++session_);
-    usable_[rank] = true;
+    lives_[rank] = session_;
     canary_->look();
   }
   void link_all() {
@@ -71,7 +71,7 @@ class CanaryTest : public testing::Test {
   }
   void lose(uint32_t rank) {
     world_->lose(0, rank);
-    usable_[rank] = false;
+    lives_[rank] = 0;
     canary_->look();
   }
 
@@ -100,7 +100,7 @@ class CanaryTest : public testing::Test {
   std::unique_ptr<SyntheticModel> model_;
   std::unique_ptr<World> world_;
   std::unique_ptr<Canary> canary_;
-  std::vector<bool> usable_ = {false, false, false, false};  // the own rank needs no link
+  std::vector<uint64_t> lives_ = {0, 0, 0, 0};  // the own rank needs no link
   uint32_t session_ = 0;
 };
 
@@ -187,7 +187,7 @@ TEST_F(CanaryTest, ALateRankIsNamedAndTheOthersAreAskedWithoutIt) {
   rounds(2);
   world_->map(0, 3);
   world_->ready(0, 3, 77);
-  usable_[3] = true;
+  lives_[3] = 77;
   canary_->look();
   rounds(1, 3);
   EXPECT_EQ(missing(), "canary 3: late");
@@ -216,6 +216,58 @@ TEST_F(CanaryTest, ARankThatIsBackHasToAnswerAsBefore) {
   EXPECT_EQ(missing(), "canary 1: no answer yet");
   rounds(2, 1);
   EXPECT_EQ(missing(), "canary 1: wrong at layer 1, experts 4 to 7");
+}
+
+TEST_F(CanaryTest, ARankThatIsBackWithItsWeightsPutRightIsRightAtOnce) {
+  Shape shape = two_rounds();
+  shape.layers = 6;  // its turn would come again after six rounds
+  make(shape);
+  link_all();
+  rounds(12);
+  for (const uint32_t layer : {2U, 5U}) model_->flip_scale(layer, 5);
+  rounds(6);
+  EXPECT_EQ(missing(), "canary 1: wrong at layer 2, experts 4 to 7 and 1 more");
+  lose(1);
+  for (const uint32_t layer : {2U, 5U}) model_->flip_scale(layer, 5);
+  link(1);
+  rounds(2, 1);
+  EXPECT_EQ(missing(), "");
+}
+
+/// Rank 3 is late, so the round lasts; meanwhile rank 1, which has answered in it, is lost and comes back.
+TEST_F(CanaryTest, AnAnswerOfAFormerLifeOfTheLinkIsNone) {
+  make(two_rounds(), 4096, true, 1'000);
+  link(1);
+  link(2);
+  rounds(2);
+  world_->map(0, 3);
+  world_->ready(0, 3, 77);
+  lives_[3] = 77;
+  canary_->look();
+  io_.run_one_for(std::chrono::milliseconds(50));
+  lose(1);
+  link(1);
+  EXPECT_EQ(missing().substr(0, 24), "canary 1: no answer yet;");
+  rounds(1, 3);
+  EXPECT_EQ(missing().substr(0, 24), "canary 1: no answer yet;") << "what was on its way counts";
+  rounds(1, 1);
+  EXPECT_EQ(missing(), "canary 3: late");
+}
+
+/// Seven experts over four ranks, three of which a token names; then one token a call.
+TEST_F(CanaryTest, UnevenRanks) {
+  for (const uint32_t max_call_tokens : {4096U, 1U}) {
+    Shape shape = make_shape(64, 64, 32, 7, 3);
+    make(shape, max_call_tokens);
+    link_all();
+    rounds(2);
+    EXPECT_EQ(missing(), "");
+    model_->flip_scale(1, 6);
+    rounds(1);
+    EXPECT_EQ(missing(), "canary 3: wrong at layer 1, experts 5 to 6");
+    TearDown();
+    lives_ = {0, 0, 0, 0};
+  }
 }
 
 TEST_F(CanaryTest, CallsMayHaveFewerTokensThanTheWorldHasRanks) {

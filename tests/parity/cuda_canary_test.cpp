@@ -34,7 +34,7 @@ TEST_P(CudaCanary, AFlippedBitInGpuMemoryIsNamed) {
   c.ranks = 2;
   c.period_ms = 10;
   Canary canary(io, c, world.backend(0), world.service(0), world.metrics(0));
-  canary.start([] { return std::vector<bool>{true, true}; }, [] {});
+  canary.start([] { return std::vector<uint64_t>{1, 1}; }, [] {});
   const auto run = [&](auto done) {
     for (const Nanos until = now_ns() + 10'000'000'000; !done() && now_ns() < until;)
       io.run_one_for(std::chrono::milliseconds(20));

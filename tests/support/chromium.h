@@ -106,6 +106,7 @@ class Chromium {
                                data.c_str(),
                                "about:blank",
                                nullptr};
+    ::signal(SIGPIPE, SIG_IGN);  // a browser that is gone is an error of write
     pid_ = ::fork();
     if (pid_ < 0) throw std::runtime_error("fork failed");
     if (pid_ != 0) return;

@@ -15,6 +15,11 @@ using test::Daemons;
 using test::wait_until;
 
 constexpr uint32_t kRanks = 4, kBroken = 2;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kFlipMs = 30'000;  // by then every rank has seen every layer once, whatever else runs here
+#else
+constexpr int kFlipMs = 8'000;
+#endif
 /// Two layers, four experts a rank, all of which one token names: two rounds ask for every expert.
 const Daemons::Sets kSets = {
     "model.source=synthetic",
@@ -28,7 +33,8 @@ uint16_t http_port(const Daemons& world, uint32_t rank) {
 
 TEST(Canary, AFlippedBitMakesTheWorldNotReadyAndIsNamed) {
   const Daemons world(kRanks, kSets, [](uint32_t rank) {
-    return rank == kBroken ? Daemons::Sets{"debug.flip_layer=2", "debug.flip_expert=9", "debug.flip_after_ms=3000"}
+    return rank == kBroken ? Daemons::Sets{"debug.flip_layer=2", "debug.flip_expert=9",
+                                           "debug.flip_after_ms=" + std::to_string(kFlipMs)}
                            : Daemons::Sets{};
   });
   for (uint32_t r = 0; r < kRanks; ++r)
@@ -36,8 +42,10 @@ TEST(Canary, AFlippedBitMakesTheWorldNotReadyAndIsNamed) {
   for (uint32_t r = 0; r < kRanks; ++r) {
     SCOPED_TRACE("rank " + std::to_string(r));
     std::string page;
-    EXPECT_TRUE(
-        wait_until([&] { return (page = test::get_page(http_port(world, r), "/readyz")).find("503") != page.npos; }));
+    const auto not_ready = [&] {
+      return (page = test::get_page(http_port(world, r), "/readyz")).find("503") != page.npos;
+    };
+    EXPECT_TRUE(wait_until(not_ready, kFlipMs + 30'000));
     EXPECT_NE(page.find("canary 2: wrong at layer 2, experts 8 to 11"), std::string::npos) << page;
     const std::string metrics = test::get_page(http_port(world, r), "/metrics");
     EXPECT_GE(test::metric(metrics, R"(moed_canary_total{peer="2",result="wrong"})"), 1);

@@ -107,6 +107,7 @@ class PrometheusTest : public testing::Test {
     if (::access(kPrometheus, X_OK) != 0) return;
     Daemons::Sets sets = QuestionModel::sets();
     sets.emplace_back("heartbeat.lost_after_ms=10000");  // a link that a busy machine loses would be told, too
+    sets.emplace_back("calls.deadline_ms=20000");        // nor is a rank late
     sets.push_back(std::string("model.revision='") + kRevision + "'");
     world_ = std::make_unique<Daemons>(kRanks, sets);
     prometheus_ = std::make_unique<Prometheus>(std::vector{port(0), port(1)});

@@ -64,7 +64,9 @@ class StatusPage : public testing::Test {
   void SetUp() override {
     if (!Chromium::installed())
       GTEST_SKIP() << "no " << Chromium::kProgram << ": deploy/dependencies --test installs it";
-    world_ = std::make_unique<Daemons>(kRanks, QuestionModel::sets(), [](uint32_t rank) {
+    Daemons::Sets sets = QuestionModel::sets();
+    sets.emplace_back("calls.deadline_ms=20000");  // a busy machine makes no rank late
+    world_ = std::make_unique<Daemons>(kRanks, sets, [](uint32_t rank) {
       return rank == kSlow ? Daemons::Sets{kDelay, "debug.for_ms=3600000"} : Daemons::Sets{};
     });
     browser_ = std::make_unique<Chromium>();
@@ -134,7 +136,7 @@ TEST_F(StatusPage, ShowsWhoIsWaitedForAsTheMetricsDo) {
   EXPECT_EQ(browser_->value("[...document.querySelectorAll('#phases tr')].map((r) => r.cells[0].textContent).join()"),
             "dispatch,wait,reduce,gather,experts,send");
   EXPECT_EQ(browser_->value("document.querySelector('#statuses').textContent"), "ok100");
-  EXPECT_EQ(browser_->value("document.querySelector('#state').textContent"), "ready");
+  EXPECT_TRUE(browser_->becomes("document.querySelector('#state').textContent === 'ready'"));
   EXPECT_TRUE(fits(1280));
   keep("status_page.png", browser_->screenshot(true));
   browser_->prefer("dark");

@@ -142,7 +142,7 @@ const std::vector<std::string> kOthers = {"group=b.c",
                                           "debug.send_delay_us=27",
                                           "debug.call_delay_us=28",
                                           "debug.for_ms=29",
-                                          "debug.flip_layer=30",
+                                          "debug.flip_layer=3",
                                           "debug.flip_expert=31",
                                           "debug.flip_after_ms=32"};
 
@@ -162,7 +162,7 @@ TEST_F(ConfigFile, EveryKeyIsSetPrintedAndReloaded) {
   }
   EXPECT_EQ(c.model.layers, (LayerRange{2, 3}));
   EXPECT_EQ(c.run_dir, "/tmp/a \"b\" \\c");
-  EXPECT_EQ(c.debug, (DebugConfig{25, 26, 27, 28, 29, 30, 31, 32}));
+  EXPECT_EQ(c.debug, (DebugConfig{25, 26, 27, 28, 29, 3, 31, 32}));
   EXPECT_EQ(c.limits, (LimitsConfig{64, 832, 1048576, 3, 65}));
   EXPECT_EQ(c.control.peers, (std::vector<std::string>{"[::1]:1", "localhost:2"}));
   const BackendOptions o = backend_options(c, configured_shape(c));

@@ -157,8 +157,12 @@ TEST(Recorder, PhasesAreThoseOfTheLastRecords) {
     CallRecord record{};
     record.phase_ns[0] = n;
     record.phase_ns[1] = n % 10 == 0 ? 7 : 0;
+    record.lane = 1;
     recorder.call_ended(record);
   }
+  CallRecord canary{};  // of lane 0: in no phase, though among the last
+  canary.phase_ns[2] = 1;
+  recorder.call_ended(canary);
   for (const uint64_t n : {30, 10, 20}) {
     ServeRecord record{};
     record.gather_ns = n;
@@ -166,8 +170,8 @@ TEST(Recorder, PhasesAreThoseOfTheLastRecords) {
     record.send_ns = 3 * n;
     recorder.pass_ended(record);
   }
-  const uint64_t expected[][3] = {// of 1977..3000: the 512th and the 1014th
-                                  {1024, 2488, 2990}, {103, 7, 7}, {0, 0, 0}, {3, 20, 30}, {3, 40, 60}, {3, 60, 90}};
+  const uint64_t expected[][3] = {// of 1978..3000: the 512th and the 1013th
+                                  {1023, 2489, 2990}, {103, 7, 7}, {0, 0, 0}, {3, 20, 30}, {3, 40, 60}, {3, 60, 90}};
   const auto phases = recorder.phases();
   for (size_t p = 0; p < phases.size(); ++p) {
     EXPECT_EQ(phases[p].seen, expected[p][0]) << kPhaseNames[p];
