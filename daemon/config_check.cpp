@@ -21,7 +21,8 @@ bool is_host_name(std::string_view text) {
 
 bool is_v6(const std::string& text) {
   in6_addr address{};
-  return ::inet_pton(AF_INET6, text.c_str(), &address) == 1;
+  // inet_pton reads up to the first zero byte.
+  return text.find('\0') == text.npos && ::inet_pton(AF_INET6, text.c_str(), &address) == 1;
 }
 
 std::string range_text(const LayerRange& r) {

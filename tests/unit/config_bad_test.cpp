@@ -107,6 +107,7 @@ const std::vector<Bad> kBad = {
     {"control: {ucx_ports: '1-65536'}", "c.yaml:1: control.ucx_ports = \"1-65536\" is not a range of ports"},
     {"http: {listen: 'localhost:99999'}", "c.yaml:1: http.listen = \"localhost:99999\" is not host:port"},
     {"http: {listen: '[::g]:1'}", "c.yaml:1: http.listen = \"[::g]:1\" is not host:port"},
+    {"http: {listen: \"[::\\0c1]:80\"}", "c.yaml:1: http.listen = \"[::\\x00c1]:80\" is not host:port"},
     {"heartbeat: {interval_ms: 600}",
      "c.yaml:1: heartbeat.lost_after_ms = 1000 is under twice heartbeat.interval_ms = 600"},
     {"metrics: {experts: yes}", "c.yaml:1: metrics.experts = yes is not true or false"},
