@@ -13,6 +13,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -61,7 +62,9 @@ class Canary {
   /// What a token asks a rank for: the identity, or experts [first, end) of a layer. Empty: nothing.
   struct Question {
     uint32_t layer = 0, first = 0, end = 0;
-    auto operator<=>(const Question&) const = default;
+    bool operator<(const Question& other) const {
+      return std::tie(layer, first, end) < std::tie(other.layer, other.first, other.end);
+    }
     std::string text() const;
   };
   struct Peer {
