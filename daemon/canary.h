@@ -40,7 +40,7 @@ struct CanaryOptions {
 /// All on the thread that runs `io`.
 class Canary {
  public:
-  /// Takes lane 0. Throws std::runtime_error where it cannot be had.
+  /// Takes lane 0. Throws std::system_error where there is no memory for it, GpuError where the GPU is lost.
   Canary(boost::asio::io_context& io, CanaryOptions options, Backend& backend, ServiceLoop& service, Metrics& metrics);
   ~Canary();
   Canary(const Canary&) = delete;

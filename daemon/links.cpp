@@ -321,10 +321,9 @@ std::vector<control::PeerView> Links::peers() const {
 
 std::vector<uint64_t> Links::lives() const {
   std::vector<uint64_t> all;
-  for (const control::PeerView& v : peers()) {
-    const bool ready = control::why_not_ready(v.state, v.leaving, v.busy).empty();
-    all.push_back(ready ? 1 + std::accumulate(v.losses.begin(), v.losses.end(), uint64_t{0}) : 0);
-  }
+  for (const control::PeerView& v : peers())
+    all.push_back(v.state == control::State::ready ? 1 + std::accumulate(v.losses.begin(), v.losses.end(), uint64_t{0})
+                                                   : 0);
   return all;
 }
 

@@ -74,6 +74,13 @@ class CanaryTest : public testing::Test {
   void link_all() {
     for (uint32_t r = 1; r < kRanks; ++r) link(r);
   }
+  /// Rank 3 is never told that its end is ready, so it looks at no call line.
+  void link_to_the_silent() {
+    world_->map(0, 3);
+    world_->ready(0, 3, 77);
+    lives_[3] = 77;
+    canary_->look();
+  }
   void lose(uint32_t rank) {
     world_->lose(0, rank);
     lives_[rank] = 0;
@@ -184,16 +191,12 @@ TEST_F(CanaryTest, SignsOfSingleWeights) {
   EXPECT_GT(found, 0U);
 }
 
-/// Rank 3 is never told that its end is ready, so it looks at no call line.
 TEST_F(CanaryTest, ALateRankIsNamedAndTheOthersAreAskedWithoutIt) {
   make(two_rounds(), 4096, true, 1'000);
   link(1);
   link(2);
   rounds(2);
-  world_->map(0, 3);
-  world_->ready(0, 3, 77);
-  lives_[3] = 77;
-  canary_->look();
+  link_to_the_silent();
   rounds(1, 3);
   EXPECT_EQ(missing(), "canary 3: late");
   const uint64_t before = count(2, "ok");
@@ -245,10 +248,7 @@ TEST_F(CanaryTest, AnAnswerOfAFormerLifeOfTheLinkIsNone) {
   link(1);
   link(2);
   rounds(2);
-  world_->map(0, 3);
-  world_->ready(0, 3, 77);
-  lives_[3] = 77;
-  canary_->look();
+  link_to_the_silent();
   io_.run_one_for(std::chrono::milliseconds(50));
   lose(1);
   link(1);
