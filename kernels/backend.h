@@ -71,6 +71,13 @@ struct BackendOptions {
   std::string device = "0";     ///< ordinal or UUID of the GPU
   uint64_t arena_bytes = 0;     ///< the most that an attach may ask for: room for all lanes' is looked for at start
   uint32_t stuck_after_ms = 0;  ///< a GPU on which no pass begins or ends for so long stands still; 0: never
+  /// Variants to measure, none of them for service: see docs/performance.md.
+  struct Tuning {
+    uint32_t call_blocks = 0, serve_blocks = 0;  ///< of a loop; 0: from the GPU's multiprocessors and the lanes
+    bool fence = false;                          ///< out is made visible by a fence, not by reading it back
+    bool unsettled = false;                      ///< out is not waited for at all: unsafe
+    bool long_way = false;                       ///< every call through the kernels behind the loops
+  } tuning{};
   bool park = true;  ///< idle lanes wait by stream memory operations; off under tools that run one launch at a time
   std::optional<HandleKind> handles;  ///< nothing: the best kind that this machine can really export and import
 };
@@ -120,6 +127,12 @@ class Backend {
   /// Ends what runs within 2 ms, then frees.
   virtual void close_lane(int lane) = 0;
   virtual void set_dry(int lane, bool on) = 0;
+  /// Registers a stream call under a number that bells of this lane name from then on, 1..4096; a lane with a GPU
+  /// arena. Its fields are checked here, once: bad_call. timeout: of each such call. unsupported: this back end has no
+  /// stream calls.
+  virtual Status add_record(int /*lane*/, uint32_t /*number*/, const Call& /*call*/, Nanos /*timeout*/) {
+    return Status::unsupported;
+  }
 
   // From the service loop.
 

@@ -22,11 +22,9 @@ cudaError_t Armed::fill(uint64_t depth, uint64_t most) {
   return e;
 }
 
-CUresult Armed::park(const Driver& driver, CUdeviceptr word, cudaError_t& launched) {
-  const CUresult waits = driver.cuStreamWaitValue32(stream_, word, 1, CU_STREAM_WAIT_VALUE_GEQ);
-  if (waits != CUDA_SUCCESS) return waits;
-  launched = cudaGraphLaunch(pass_, stream_);
-  if (launched == cudaSuccess) ++launched_;
+CUresult Armed::park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t passes, cudaError_t& launched) {
+  const CUresult waits = driver.cuStreamWaitValue32(stream_, word, value, CU_STREAM_WAIT_VALUE_GEQ);
+  if (waits == CUDA_SUCCESS) launched = fill(passes, passes);
   return waits;
 }
 

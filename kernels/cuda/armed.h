@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstring>
 #include <string>
 
 #include "kernels/cuda/driver.h"
@@ -14,6 +15,19 @@ namespace moed::cuda {
 /// Host words that the GPU writes with release at system scope.
 inline uint64_t host_load(const uint64_t& word) {
   return std::atomic_ref(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
+}
+
+/// A record that the GPU has written word by word. False: it is not whole yet, or has been overwritten. Only the first
+/// `bytes` are there.
+template <class Record>
+bool take_tagged(const Tagged<Record>& from, uint64_t number, size_t bytes, Record& out) {
+  for (size_t i = 0; i < bytes / 4; ++i) {
+    const uint64_t word = host_load(from.word[i]);
+    if (word >> 32 != (number & 0xFFFFFFFFU)) return false;
+    const auto value = static_cast<uint32_t>(word);
+    std::memcpy(reinterpret_cast<std::byte*>(&out) + i * 4, &value, 4);
+  }
+  return true;
 }
 
 class Armed {
@@ -30,8 +44,9 @@ class Armed {
 
   /// Queues passes until `depth` are ahead, at most `most` of them now. Never waits.
   cudaError_t fill(uint64_t depth, uint64_t most);
-  /// Queues one pass behind a wait for *word >= 1: a stream memory operation costs the GPU nothing while it waits.
-  CUresult park(const Driver& driver, CUdeviceptr word, cudaError_t& launched);
+  /// Queues passes behind a wait for *word >= value, cyclically: a stream memory operation costs the GPU nothing while
+  /// it waits. Several, because nobody queues more before the host has looked again.
+  CUresult park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t passes, cudaError_t& launched);
 
   uint64_t ahead() const { return launched_ - host_load(*completed_); }
   uint64_t begun() const { return host_load(*begun_); }

@@ -16,8 +16,9 @@ namespace cuda {
 namespace {
 
 constexpr uint32_t kMostLanes = 29, kMostPairs = 32768;
-constexpr uint64_t kServeAhead = 32, kServeMost = 16;  ///< passes queued: 13 ms of shut gates; how many in one turn
-constexpr Nanos kLongestSleep = 5'000'000;             ///< then the queue is filled up again
+constexpr uint64_t kServeAhead = 8;         ///< passes queued: 7 ms of loops that nobody calls
+constexpr Nanos kIdle = 50'000'000;         ///< nobody having called for so long, the GPU is left alone
+constexpr Nanos kLongestSleep = 5'000'000;  ///< then the queue is filled up again
 constexpr Nanos kSpin = 2'000'000, kMoment = 50'000;
 constexpr Nanos kTraffic = 20'000'000, kShortSleep = 200'000;
 constexpr Nanos kLetGo = 2'000'000'000;
@@ -74,6 +75,7 @@ class CudaBackend final : public Backend {
     for (const auto& lane : lanes_) gone = lane->close() && gone;
     constexpr uint32_t on = 1;
     gone = side_->to_gpu(world_.world().disarm, &on, sizeof on) && gone;
+    gone = side_->word(world_.world().doorbell, static_cast<uint32_t>(host_load(world_.board().rung)) + 1) && gone;
     for (const Nanos until = now_ns() + kLetGo; gone && serve_.ahead() != 0;) {
       gone = now_ns() < until;
       std::this_thread::yield();
@@ -96,15 +98,20 @@ class CudaBackend final : public Backend {
     return segments_->give(doorbell_, out, why) ? Status::ok : fail(Status::internal, why);
   }
 
-  /// The doorbell is for GPUs that are shared in time slices; nobody rings it here.
-  Status map_segment(int rank, const Handle& segment, const Handle& /*doorbell*/) override {
+  Status map_segment(int rank, const Handle& segment, const Handle& doorbell) override {
     if (!enter(rank)) return Status::internal;
     std::shared_ptr<Segment> theirs;
+    std::shared_ptr<Segment> bell;
     std::string why;
+    const bool rings = doorbell.bytes != 0 && (doorbell.kind != HandleKind::cuda_fd || doorbell.fd);
+    if (rings)
+      if (const Status s = segments_->take_plain(doorbell, sizeof(Doorbell), bell, why); s != Status::ok)
+        return fail(s, why);
     if (const Status s = segments_->take(static_cast<uint32_t>(rank), segment, theirs, why); s != Status::ok)
       return fail(s, why);
     const bool good = links_->change([&](std::vector<Link>& links) {
       links[rank].theirs = theirs;
+      links[rank].bell = bell;
       links[rank].state = LinkState::mapped;
     });
     return good ? Status::ok : lost();
@@ -114,7 +121,7 @@ class CudaBackend final : public Backend {
     if (!enter(rank)) return;
     links_->change([&](std::vector<Link>& links) {
       if (links[rank].state != LinkState::connecting) links[rank].state = LinkState::lost;
-      links[rank].mine = links[rank].theirs = nullptr;
+      links[rank].mine = links[rank].theirs = links[rank].bell = nullptr;
     });
   }
 
@@ -133,6 +140,14 @@ class CudaBackend final : public Backend {
   }
   void set_dry(int lane, bool on) override {
     if (Lane* l = find_lane(lane)) l->set_dry(on);
+  }
+
+  Status add_record(int lane, uint32_t number, const Call& call, Nanos timeout) override {
+    cudaSetDevice(gpu_.ordinal);
+    Lane* l = find_lane(lane);
+    std::string why = "lane " + std::to_string(lane) + " is not configured";
+    const Status s = l == nullptr ? Status::internal : l->add_record(number, call, timeout, why);
+    return s == Status::ok ? s : fail(s, why);
   }
 
   Status begin(const Begin& begin) override {
@@ -163,7 +178,9 @@ class CudaBackend final : public Backend {
     served_at_ = now;
     records_ =
         std::max(records_, records - std::min<uint64_t>(records, kServeRecords / 2));  // older ones are overwritten
-    out = board.served[records_++ % kServeRecords];
+    if (!take_tagged(board.served[(records_ + 1) % kServeRecords], records_ + 1, offsetof(ServeRecord, reserved), out))
+      return false;
+    ++records_;
     out.start = now - std::min<Nanos>(now, out.gather_ns + out.experts_ns + out.send_ns);
     return true;
   }
@@ -264,26 +281,46 @@ class CudaBackend final : public Backend {
     memory_ = std::make_unique<cuda::Memory>(*driver_, gpu_.ordinal);
     side_ = std::make_unique<Side>(*driver_, health_);
     need(side_->make());
-    const Status made = world_.make(*memory_, options_, *side_, why);
+    const Status made = world_.make(*memory_, options_, gpu_, *side_, why);
     if (made == Status::no_memory) throw std::system_error(ENOMEM, std::generic_category(), why);
     if (made != Status::ok) throw GpuError(why);
     segments_ =
         std::make_unique<Segments>(*driver_, gpu_.ordinal, *memory_, *side_, health_, options_, world_.world().layout);
     if (!segments_->choose(why)) throw GpuError("handles of the configured kind do not work here: " + why);
     links_ = std::make_unique<Links>(*side_, health_, world_, options_.ranks);
+    doorbell_ = segments_->make_plain(sizeof(Doorbell), why);
+    if (!doorbell_) throw std::system_error(ENOMEM, std::generic_category(), why);
+    world_.set_doorbell(&doorbell_->memory.as<Doorbell>()->wake);
     make_passes(greatest + 1);
     open_own_link(why);
     need(health_.good(serve_.fill(kServeAhead, kServeAhead), "launch of the serve pass"));
   }
 
+  /// Passes are queued while somebody calls; else one waits for the doorbell without keeping the GPU busy. What rings
+  /// between its last look and the wait is not lost: the wait is for more than that look had read.
   void keep_serving() {
-    if (!health_.lost()) health_.good(serve_.fill(kServeAhead, kServeMost), "launch of the serve pass");
+    if (health_.lost()) return;
+    const Nanos now = now_ns();
+    if (parked_ && serve_.begun() == parked_) return;
+    if (std::exchange(parked_, 0) != 0) served_at_ = now;
+    if (!options_.park || now < served_at_ + kIdle) {
+      health_.good(serve_.fill(kServeAhead, kServeAhead), "launch of the serve pass");
+      return;
+    }
+    if (serve_.ahead() != 0) return;
+    parked_ = serve_.begun();
+    cudaError_t launched = cudaSuccess;
+    const auto rung = static_cast<uint32_t>(host_load(world_.board().rung));
+    health_.good(
+        serve_.park(*driver_, reinterpret_cast<CUdeviceptr>(world_.world().doorbell), rung + 1, kServeAhead, launched),
+        *driver_, "wait for the doorbell");
+    health_.good(launched, "launch of the serve pass");
   }
 
   /// Passes are queued all the time and none takes long: when none begins or ends, the GPU stands still.
   void look_whether_stuck(Nanos now) {
     const uint64_t moved = serve_.begun() + serve_.completed();
-    if (moved != moved_ || serve_.ahead() == 0 || moved_at_ == 0) {
+    if (moved != moved_ || serve_.ahead() == 0 || parked_ != 0 || moved_at_ == 0) {
       moved_ = moved;
       moved_at_ = now;
     } else if (options_.stuck_after_ms != 0 && now > moved_at_ + uint64_t{options_.stuck_after_ms} * 1'000'000) {
@@ -298,7 +335,6 @@ class CudaBackend final : public Backend {
     need(health_.good(capture_serve_pass(w, serve_.stream(), graph), "graph of the serve pass"));
     serve_.set_pass(graph, w.board->begun, w.board->completed);
     need(health_.good(cudaStreamSynchronize(serve_.stream()), "graph of the serve pass"));
-    links_->watch(serve_);
     shop_ =
         std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_, [this] { keep_serving(); }});
     std::vector<cudaStream_t> streams;
@@ -307,18 +343,17 @@ class CudaBackend final : public Backend {
       links_->watch(lanes_.back()->pass());
       streams.push_back(lanes_.back()->pass().stream());
     }
+    links_->watch(serve_);
     std::string why;
     if (options_.park && !prove_streams(*shop_, serve_.stream(), streams, why)) throw GpuError(why);
   }
 
   void open_own_link(std::string& why) {
-    doorbell_ = segments_->make_plain(sizeof(Doorbell), why);
     const std::shared_ptr<Segment> own = segments_->make(options_.rank, why);
-    if (!doorbell_ || !own) throw std::system_error(ENOMEM, std::generic_category(), why);
+    if (!own) throw std::system_error(ENOMEM, std::generic_category(), why);
     if (!segments_->test_lines(*own, why)) throw GpuError(why);
-    need(links_->change([&](std::vector<Link>& links) {
-      links[options_.rank] = {LinkState::ready, 1, true, own, own};
-    }));
+    need(links_->change(
+        [&](std::vector<Link>& links) { links[options_.rank] = {LinkState::ready, 1, true, own, own, doorbell_}; }));
   }
 
   BackendOptions options_;
@@ -339,8 +374,9 @@ class CudaBackend final : public Backend {
   // The service thread's alone:
   uint32_t wake_seen_ = 0;
   Nanos idle_at_ = 0;
-  Nanos served_at_ = 0;
-  uint64_t moved_ = 0;  ///< passes begun and completed, when they last moved
+  Nanos served_at_ = now_ns();
+  uint64_t parked_ = 0;  ///< passes that had begun when the stream was made to wait for the doorbell; 0: it is not
+  uint64_t moved_ = 0;   ///< passes begun and completed, when they last moved
   Nanos moved_at_ = 0;
   uint64_t records_ = 0, faults_ = 0;
   std::vector<FutexWord> sleep_words_;

@@ -10,7 +10,7 @@ namespace moed::cuda {
 /// Shared memory for a type whose members have initial values, which shared memory cannot have.
 template <class T>
 struct Shared {
-  alignas(16) unsigned char bytes[sizeof(T)];
+  alignas(128) unsigned char bytes[sizeof(T)];
   __device__ T& get() { return *reinterpret_cast<T*>(bytes); }
 };
 
@@ -52,10 +52,20 @@ __device__ inline void report_fault(const World& w, const WaitFault& fault) {
 }
 
 /// Says that a pass has begun before it reads what the host may replace: the host replaces, then looks who has begun.
-__device__ inline uint32_t begin_pass(const World& w, uint64_t& passes, uint64_t& begun) {
-  store_u64_release(&begun, ++passes);
-  fence_system();
-  return load_u32_acquire(w.present);
+/// `which`: of w.begun. The addition has come back before the picture is read, so no fence is needed.
+__device__ inline uint32_t begin_pass(const World& w, uint32_t which, uint64_t& mirror) {
+  const uint64_t begun = fetch_add_u64(&w.begun[which], 1) + 1;
+  if (begun == 0) return 0;
+  store_u64(&mirror, begun);
+  return load_u32(w.present);
+}
+
+/// A record for the host, by one warp, without a fence: the host takes it when all its words have their tag.
+template <class Record>
+__device__ void store_tagged(Tagged<Record>& to, const Record& from, uint64_t number, uint32_t bytes) {
+  const auto* words = reinterpret_cast<const uint32_t*>(&from);
+  const uint64_t tag = number << 32;
+  for (uint32_t i = threadIdx.x % 32; i < (bytes + 3) / 4; i += 32) store_u64(&to.word[i], tag | words[i]);
 }
 
 /// A drill's delay, while drills are on.
@@ -67,6 +77,18 @@ __device__ inline void drill(const World& w, uint64_t ns) {
 __device__ inline const uint8_t* layer_experts(const World& w, uint32_t layer) {
   const uint32_t m = layer - w.shape.first_layer;
   return layer == kIdentityLayer || layer < w.shape.first_layer || m >= w.model_layers ? nullptr : w.layers[m].experts;
+}
+
+__device__ inline uint64_t cycles_of(const World& w, uint64_t ns) { return ns * w.megahertz / 1000; }
+
+/// The rank that owns an expert, without a division: the quotient in FP32 is off by one at most.
+__device__ inline uint32_t owner_of(const World& w, uint32_t expert) {
+  const uint32_t n = (expert + 1) * w.ranks - 1;
+  auto r = static_cast<uint32_t>(static_cast<float>(n) * w.per_expert);
+  const auto left = static_cast<int32_t>(n - r * w.shape.experts);
+  if (left < 0) --r;
+  if (left >= static_cast<int32_t>(w.shape.experts)) ++r;
+  return r;
 }
 
 __device__ inline bool is_local(const World& w, int32_t id) {

@@ -25,17 +25,20 @@ class DeviceWorld {
   ~DeviceWorld();
 
   /// Takes and fills everything; weights are copied. ok, no_memory or device_lost.
-  Status make(Memory& memory, const BackendOptions& options, Side& side, std::string& why);
+  Status make(Memory& memory, const BackendOptions& options, const GpuFacts& gpu, Side& side, std::string& why);
 
   /// The drill of broken memory: a power of the first scale of an expert's W2, once. From one thread.
   void flip_when_due(const BackendOptions& options, Side& side, Nanos now);
 
+  /// The word that sources add to when they have sent calls here; before passes are captured.
+  void set_doorbell(const uint32_t* word) { world_.doorbell = word; }
   const World& world() const { return world_; }
   Board& board() const { return *board_; }
   uint64_t weight_bytes() const { return weights_.mapped_bytes(); }
   uint64_t scratch_bytes() const { return scratch_.mapped_bytes(); }
 
  private:
+  void share_multiprocessors(uint32_t count, const BackendOptions::Tuning& tuning);
   Status upload(Memory& memory, const BackendOptions& options, Side& side, std::string& why);
 
   World world_{};

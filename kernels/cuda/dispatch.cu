@@ -1,68 +1,14 @@
-// The call pass up to the wait: bell, routing, admission with its call lines, rows. Reads top to bottom in time order.
-#include "kernels/cuda/device.cuh"
+// The call pass behind its loop, up to the wait: routing, admission, rows and call lines. For calls that the loop has
+// not ended. Reads top to bottom in time order.
 #include "kernels/cuda/passes.h"
+#include "kernels/cuda/rows.cuh"
 
 namespace moed::cuda {
 namespace {
 
-constexpr uint32_t kGateThreads = 128, kRoutingThreads = 256, kAdmitThreads = 1024, kRowThreads = 256;
+constexpr uint32_t kRoutingThreads = 256, kAdmitThreads = 256, kRowThreads = kTeam;
 constexpr uint32_t kRoutingBlocks = 64, kRowBlocks = 128;
 constexpr uint32_t kBitmapWords = kMaxTokens / 32;
-
-/// Takes a call over: from here it ends exactly once.
-__device__ void take_call(const World& w, LaneState& s) {
-  const auto* from = reinterpret_cast<const uint4*>(&s.host_call);
-  for (uint32_t i = threadIdx.x; i < sizeof(DeviceCall) / 16; i += blockDim.x)
-    reinterpret_cast<uint4*>(&s.now)[i] = from[i];
-  for (uint32_t i = threadIdx.x; i < sizeof(CallRecord) / 4; i += blockDim.x)
-    reinterpret_cast<uint32_t*>(&s.record)[i] = 0;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  const Call& c = s.now.call;
-  const uint64_t now = global_time();
-  int32_t valid = static_cast<int32_t>(c.tokens);
-  if (s.now.forced == Status::ok && c.valid != 0) valid = *reinterpret_cast<const int32_t*>(s.arena + c.valid);
-  s.valid = valid < 0 ? 0 : min(static_cast<uint32_t>(valid), c.tokens);
-  s.done = s.tokens = s.sent = s.broken = s.late = 0;
-  s.running = 1;
-  s.bad = ~0ULL;
-  s.ended = Status::pending;
-  s.good = Status::ok;
-  s.needed = s.waiting = s.in = s.out = s.named = {};
-  s.seen = now;
-  s.deadline = now + s.now.timeout_ns;
-  s.record.last = kNoRank;
-  s.mode = Mode::start;
-  drill(w, w.call_delay_ns);
-}
-
-/// An engine can write the bell, too: what the host has not given is not taken, and nothing is taken twice.
-__device__ bool is_given(LaneState& s) {
-  const uint32_t number = load_u32_acquire(&s.host_number);
-  if (number == s.host_taken) return false;
-  s.host_taken = number;
-  return true;
-}
-
-__global__ void call_gate(const __grid_constant__ World w, uint32_t lane) {
-  LaneState& s = w.lane[lane];
-  __shared__ uint32_t bell;
-  if (threadIdx.x == 0) {
-    s.picture = begin_pass(w, s.passes, w.board->lane[lane].begun);
-    bell = 0;
-    if (s.running != 0) {
-      s.mode = s.ended != Status::pending ? Mode::fail : s.sent != 0 ? Mode::wait : Mode::piece;
-    } else {
-      s.mode = Mode::none;
-      bell = wait_word(&s.mailbox->bell, global_time() + kGateNs, w.disarm, &s.disarm);
-      s.picture = load_u32_acquire(w.present);  // links may have become ready since the gate began
-      if (bell != 0) store_u32(&s.mailbox->bell, 0);
-      if (load_u32(&s.disarm) != 0 || (bell == kHostBell && !is_given(s))) bell = 0;
-    }
-  }
-  __syncthreads();
-  if (bell == kHostBell) take_call(w, s);
-}
 
 /// One slot: copies id and weight, notes a bad id, names the rank that owns it.
 __device__ void route_slot(const World& w, LaneState& s, uint64_t i, int32_t* ids, float* weights, RankSet& needed) {
@@ -143,6 +89,7 @@ __device__ void store_call_lines(const World& w, const LaneState& s, uint32_t la
     }
     const ulonglong2 words = {word[0] | uint64_t{word[1]} << 32, word[2] | uint64_t{word[3]} << 32};
     store_line(link.theirs + w.layout.call(lane), words, s.awaited[r]);
+    if (part == 0 && link.bell != nullptr) ring(link.bell);
   }
 }
 
@@ -178,63 +125,51 @@ __global__ void admit(const __grid_constant__ World w, uint32_t lane) {
   }
 }
 
-/// Quantises token `token` of the piece into a row record in shared memory; x in wire format is copied.
-__device__ void make_row(const World& w, const LaneState& s, uint32_t lane, uint32_t token, uint8_t* row) {
-  const Call& c = s.now.call;
-  const uint32_t n = w.shape.latent;
-  const uint64_t at = uint64_t{s.done} + token;
-  const uint64_t slots = (uint64_t{lane} * w.max_call_tokens + at) * w.shape.top_k;
+/// Copies ids and weights of token `token` of the piece into its row record in shared memory.
+__device__ void put_slots(const World& w, const LaneState& s, uint32_t lane, uint32_t token, uint8_t* row) {
+  const uint64_t slots = (uint64_t{lane} * w.max_call_tokens + s.done + token) * w.shape.top_k;
   for (uint32_t k = threadIdx.x; k < w.shape.top_k; k += blockDim.x) {
     reinterpret_cast<int32_t*>(row)[k] = w.ids[slots + k];
     reinterpret_cast<float*>(row + w.row.weights)[k] = w.weights[slots + k];
   }
-  uint8_t* scales = row + w.row.scales;
-  uint8_t* codes = row + w.row.codes;
-  if ((c.flags & kFlagWire) != 0) {
-    const auto* x = reinterpret_cast<const uint8_t*>(s.arena + c.x) + at * n;
-    const auto* e = reinterpret_cast<const uint8_t*>(s.arena + c.scales) + at * (n / kBlock);
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) codes[i] = x[i];
-    for (uint32_t i = threadIdx.x; i < n / kBlock; i += blockDim.x) scales[i] = e[i];
-    return;
-  }
-  const auto* x = reinterpret_cast<const uint16_t*>(s.arena + c.x) + at * n;
-  for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {  // a warp has one block of 32
-    const uint16_t bits = x[i];
-    const uint32_t magnitude = bits & 0x7FFFU;
-    const uint32_t greatest = __reduce_max_sync(0xFFFFFFFFU, magnitude <= 0x7F80U ? magnitude : 0U);
-    const uint8_t e = mxfp8_scale_bf16(static_cast<uint16_t>(greatest));
-    codes[i] = mxfp8_code(bf16_to_float(bits), mxfp8_multiplier(e));
-    if (i % kBlock == 0) scales[i / kBlock] = e;
-  }
 }
 
 __global__ void dispatch(const __grid_constant__ World w, uint32_t lane) {
-  extern __shared__ __align__(16) uint8_t row[];
+  extern __shared__ __align__(16) uint8_t memory[];
+  __shared__ Peer peer[kMaxRanks];
   LaneState& s = w.lane[lane];
-  if (s.mode != Mode::piece) return;
+  if (s.mode != Mode::piece && s.mode != Mode::again) return;
   // Announced when this kernel runs, not before: its other blocks store the rows in the meantime.
   if (blockIdx.x == 0) store_call_lines(w, s, lane);
-  const uint32_t group = threadIdx.x / kLineLanes;
-  for (uint32_t i = threadIdx.x; i < w.row_stride; i += blockDim.x) row[i] = 0;
+  for (uint32_t r = threadIdx.x; r < w.ranks; r += blockDim.x)
+    peer[r] = {w.pictures[s.picture].link[r].theirs, nullptr, nullptr, s.awaited[r], 0, 0};
+  uint8_t* const row = memory + input_bytes(w.shape);
+  const uint32_t n = w.shape.latent;
+  const Call& c = s.now.call;
   for (uint32_t t = blockIdx.x; t < s.tokens; t += gridDim.x) {
+    const uint64_t at = uint64_t{s.done} + t;
+    TokenInput in = {s.arena + c.x + at * n * 2, nullptr};
+    if ((c.flags & kFlagWire) != 0) in = {s.arena + c.x + at * n, s.arena + c.scales + at * (n / kBlock)};
+    fetch_input<AnySizes>(w, in, memory);
+    commit_copies();
+    put_slots(w, s, lane, t, row);
+    wait_copies<0>();
     __syncthreads();
-    make_row(w, s, lane, t, row);
+    make_codes<AnySizes>(w, in, memory, row);
+    pad_row<AnySizes>(w, row);
+    RankSet set{};
+    for (uint32_t r = 0; r < w.ranks; ++r)
+      if (has(s.waiting, r) && (s.bitmap[r][t / 32] >> (t % 32) & 1) != 0) set.word[r / 64] |= 1ULL << (r % 64);
     __syncthreads();
-    for (uint32_t r = 0; r < w.ranks; ++r) {
-      if (!has(s.waiting, r) || (s.bitmap[r][t / 32] >> (t % 32) & 1) == 0) continue;
-      const DeviceLink& link = w.pictures[s.picture].link[r];
-      std::byte* lines = link.theirs + w.layout.row(lane, t);
-      for (uint32_t l = group; l < w.layout.row_lines; l += blockDim.x / kLineLanes)
-        store_line(lines + l * kLineBytes, record_words(reinterpret_cast<const uint64_t*>(row), l), s.awaited[r]);
-    }
+    store_row<AnySizes>(w, peer, lane, t, set, row);
+    __syncthreads();
   }
 }
 
+uint32_t dispatch_bytes(const World& w) { return input_bytes(w.shape) + (w.row_stride + 15) / 16 * 16; }
+
 }  // namespace
 
-void launch_call_gate(const World& w, uint32_t lane, cudaStream_t stream) {
-  call_gate<<<1, kGateThreads, 0, stream>>>(w, lane);
-}
 void launch_routing(const World& w, uint32_t lane, cudaStream_t stream) {
   routing<<<kRoutingBlocks, kRoutingThreads, 0, stream>>>(w, lane);
 }
@@ -243,7 +178,7 @@ void launch_admit(const World& w, uint32_t lane, cudaStream_t stream) {
 }
 void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream) {
   const uint32_t blocks = min(kRowBlocks, w.layout.max_tokens);
-  dispatch<<<blocks, kRowThreads, (w.row_stride + 15) / 16 * 16, stream>>>(w, lane);
+  dispatch<<<blocks, kRowThreads, dispatch_bytes(w), stream>>>(w, lane);
 }
 
 }  // namespace moed::cuda

@@ -11,11 +11,22 @@
 namespace moed::cuda {
 namespace {
 
+constexpr uint64_t kLow = 0xFFFFFFFF;
+constexpr Nanos kUsed = 2'000'000;        ///< after a stream call more are expected for so long
+constexpr uint64_t kParked = 8;           ///< passes of a lane whose calls the host does not see come
 constexpr uint64_t kAhead = 3;            ///< passes queued while a call runs: each waits less than 1 ms
 constexpr Nanos kLetGo = 10'000'000'000;  ///< how long the GPU may take to end what is queued
 constexpr uint32_t kNudge = 0x20000000U;  ///< a bell that is no call: lets a parked pass through
 constexpr uint64_t kCopyPart = 1 << 20;   ///< a copy from or to the engine's memory keeps the thread busy
 constexpr uint64_t kMailboxBytes = sizeof(DeviceMailbox);
+
+/// Whether a call may end within a call loop: one piece, small, and nothing known against it.
+bool is_plain(const Shop& shop, const DeviceCall& call) {
+  const BackendOptions& o = shop.options;
+  const uint32_t tokens = call.call.tokens;
+  return call.forced == Status::ok && call.dry == 0 && shop.world.world().long_way == 0 &&
+         tokens <= std::min(kLoopTokens, o.max_tokens) && tokens * o.shape.top_k <= kLoopSlots;
+}
 
 }  // namespace
 
@@ -61,6 +72,7 @@ Status Lane::open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& 
   constexpr uint32_t none = 0;
   const bool good =
       shop_.side.zero(arena, bytes) && shop_.side.zero(box, kMailboxBytes) &&
+      shop_.side.zero(calls(), kMostRecords * sizeof(DeviceCall)) &&
       shop_.side.to_gpu(&s->mailbox, &box, sizeof(void*)) && shop_.side.to_gpu(&s->arena, &arena, sizeof(void*)) &&
       shop_.side.to_gpu(&s->arena_bytes, &bytes, sizeof bytes) && shop_.side.to_gpu(&s->running, &none, sizeof none) &&
       shop_.side.to_gpu(&s->disarm, &none, sizeof none) && shop_.side.settle();
@@ -69,6 +81,7 @@ Status Lane::open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& 
     return Status::device_lost;
   }
   kind_ = kind;
+  done_ = noticed_ = host_load(host().done);
   dry_ = running_ = false;
   arena_bytes_.store(bytes, std::memory_order_relaxed);
   out.arena_bytes = bytes;
@@ -130,6 +143,30 @@ void Lane::zero_out(const Call& c) {
     shop_.side.zero(arena_.as<std::byte>() + c.out, out_bytes(c, s));
 }
 
+Status Lane::add_record(uint32_t number, const Call& call, Nanos timeout, std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (!open_ || kind_ != ArenaKind::gpu || number == 0 || number > kMostRecords) {
+    why = "lane " + std::to_string(number_) + " takes records 1.." + std::to_string(kMostRecords) +
+          " while it is open with a GPU arena, not " + std::to_string(number);
+    return Status::internal;
+  }
+  const BackendOptions& o = shop_.options;
+  const Refusal refusal = validate(call, {o.shape, o.max_call_tokens, arena_bytes(), false});
+  if (refusal.status != Status::ok) {
+    why = std::string(name(refusal.field)) + " = " + std::to_string(refusal.value) + " is refused";
+    return refusal.status;
+  }
+  DeviceCall record{};
+  record.call = call;
+  record.number = number;
+  record.timeout_ns = timeout;
+  record.may_zero = 1;
+  record.plain = is_plain(shop_, record) ? 1 : 0;
+  if (shop_.side.to_gpu(calls() + number - 1, &record, sizeof record) && shop_.side.settle()) return Status::ok;
+  why = shop_.health.text();
+  return Status::device_lost;
+}
+
 Status Lane::begin(const Begin& begin, std::string& why) {
   const std::lock_guard lock(mutex_);
   if (!open_ || running_) {
@@ -146,6 +183,7 @@ Status Lane::begin(const Begin& begin, std::string& why) {
   call_.forced = refusal_.status != Status::ok ? refusal_.status : begin.refuse;
   call_.dry = dry_ ? 1 : 0;
   call_.may_zero = call_.forced == Status::ok ? 1 : 0;
+  call_.plain = is_plain(shop_, call_) ? 1 : 0;
   if (call_.forced == Status::ok)
     copy_in(begin.call);
   else
@@ -162,8 +200,11 @@ bool Lane::poll(CallRecord& out) {
   const std::lock_guard lock(mutex_);
   if (!open_) return false;
   pump();
-  if (!running_ || host_load(host().done) != serial_) return false;
-  collect(out);
+  const uint64_t done = host_load(host().done);
+  if (done == done_) return false;
+  if (!running_) return open_ && kind_ == ArenaKind::gpu && poll_stream(done, out);
+  if ((done & kLow) != (serial_ & kLow) || !collect(done >> 32, out)) return false;
+  done_ = done;
   out.total_ns = now_ns() - begin_.seen;
   running_ = false;
   return true;
@@ -174,9 +215,25 @@ void Lane::tend() {
   if (lock && open_) pump();
 }
 
-/// The record, and for a host arena the answer.
-void Lane::collect(CallRecord& out) {
-  out = host().record;
+/// The last stream call that has ended; those before it since the last poll are not told.
+bool Lane::poll_stream(uint64_t done, CallRecord& out) {
+  if (!take_record(done >> 32, out)) return false;
+  done_ = done;
+  out.start = now_ns() - out.total_ns;
+  out.lane = static_cast<uint16_t>(number_);
+  out.path = static_cast<uint16_t>(CallPath::stream);
+  return true;
+}
+
+bool Lane::take_record(uint64_t count, CallRecord& out) const {
+  out = {};
+  return take_tagged(host().record, count, offsetof(CallRecord, peer) + shop_.options.ranks * sizeof(CallRecord::Peer),
+                     out);
+}
+
+/// The record, and for a host arena the answer. False: the record is not whole yet.
+bool Lane::collect(uint64_t count, CallRecord& out) {
+  if (!take_record(count, out)) return false;
   out.number = begin_.number;
   out.start = begin_.seen;
   out.lane = static_cast<uint16_t>(number_);
@@ -187,23 +244,28 @@ void Lane::collect(CallRecord& out) {
     out.limit = refusal_.limit;
   }
   const Call& c = begin_.call;
-  if (call_.may_zero == 0 || kind_ != ArenaKind::host) return;
+  if (call_.may_zero == 0 || kind_ != ArenaKind::host) return true;
   const uint64_t bytes = out_bytes(c, shop_.options.shape);
   for (uint64_t at = 0; at < bytes; at += kCopyPart) {
     shop_.side.from_gpu(engine_.data() + c.out + at, arena_.as<std::byte>() + c.out + at,
                         std::min(kCopyPart, bytes - at));
     if (bytes - at > kCopyPart) shop_.keep_serving();
   }
+  return true;
 }
 
-/// Keeps passes queued while a call runs; an idle lane's pass waits for the bell by a stream memory operation.
+/// Keeps passes queued while calls come; an idle lane's pass waits for the bell by a stream memory operation.
 void Lane::pump() {
-  if (running_) {
+  if (const uint64_t done = host_load(host().done); done != noticed_) {
+    noticed_ = done;
+    used_at_ = now_ns();
+  }
+  if (running_ || now_ns() < used_at_ + kUsed) {
     shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
   } else if (shop_.options.park && pass_.ahead() == 0 && !shop_.health.lost()) {
     cudaError_t launched = cudaSuccess;
-    const CUresult waits =
-        pass_.park(shop_.driver, reinterpret_cast<CUdeviceptr>(&mailbox_.as<DeviceMailbox>()->bell), launched);
+    const CUresult waits = pass_.park(shop_.driver, reinterpret_cast<CUdeviceptr>(&mailbox_.as<DeviceMailbox>()->bell),
+                                      1, kind_ == ArenaKind::gpu ? kParked : 1, launched);
     shop_.health.good(waits, shop_.driver, "wait for a bell");
     shop_.health.good(launched, "launch of the call pass");
   }

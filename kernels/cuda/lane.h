@@ -35,6 +35,7 @@ class Lane {
   /// Ends what runs, then frees. False: the GPU did not let go in time, and the memory stays.
   bool close();
   void set_dry(bool on);
+  Status add_record(uint32_t number, const Call& call, Nanos timeout, std::string& why);
   uint64_t arena_bytes() const { return arena_bytes_.load(std::memory_order_relaxed); }
 
   // From the service loop.
@@ -46,12 +47,15 @@ class Lane {
 
  private:
   LaneState* state() const { return shop_.world.world().lane + number_; }
+  DeviceCall* calls() const { return shop_.world.world().calls + uint64_t{number_} * kMostRecords; }
   HostLane& host() const { return shop_.world.board().lane[number_]; }
   bool give(Allocation& memory, Fd& out, std::string& why);
   bool allocate(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& why);
   void copy_in(const Call& c);
   void zero_out(const Call& c);
-  void collect(CallRecord& out);
+  bool poll_stream(uint64_t done, CallRecord& out);
+  bool take_record(uint64_t count, CallRecord& out) const;
+  bool collect(uint64_t count, CallRecord& out);
   void pump();
 
   const Shop& shop_;
@@ -67,7 +71,9 @@ class Lane {
   Begin begin_{};
   Refusal refusal_{};
   DeviceCall call_{};
-  uint64_t serial_ = 0;  ///< of calls begun on this lane, over all attaches
+  uint64_t done_ = 0, noticed_ = 0;  ///< of the board: as it was polled last, and looked at last
+  Nanos used_at_ = 0;                ///< when a stream call was seen to have ended
+  uint64_t serial_ = 0;              ///< of calls begun on this lane, over all attaches
 };
 
 }  // namespace moed::cuda

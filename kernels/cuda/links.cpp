@@ -39,6 +39,7 @@ bool Links::write(uint32_t slot, const std::vector<Link>& links) {
     DeviceLink& link = picture.link[r];
     if (links[r].mine) link.mine = links[r].mine->memory.as<std::byte>();
     if (links[r].theirs) link.theirs = links[r].theirs->memory.as<std::byte>();
+    if (links[r].bell) link.bell = &links[r].bell->memory.as<Doorbell>()->wake;
     link.session = links[r].session;
     link.state = links[r].state;
     link.seen = links[r].seen ? 1 : 0;
@@ -75,7 +76,8 @@ bool Links::change(const std::function<void(std::vector<Link>&)>& how) {
   if (!write(next, links)) return false;
   // A pass says that it has begun before it looks which picture is present: either it has the new one or it is counted.
   Old& old = old_.emplace_back(Old{std::exchange(links_, std::move(links)), std::exchange(slot_, next), {}});
-  for (const Armed* stream : streams_) old.begun.push_back(stream->begun());
+  old.begun.resize(streams_.size());
+  if (!side_.from_gpu(old.begun.data(), world_.world().begun, old.begun.size() * sizeof(uint64_t))) return false;
   sweep_locked();
   return true;
 }

@@ -17,6 +17,7 @@ struct Link {
   uint32_t session = 0;
   bool seen = false;
   std::shared_ptr<Segment> mine, theirs;
+  std::shared_ptr<Segment> bell{};  ///< theirs; nullptr: they have none
 };
 
 class Links {
@@ -24,7 +25,7 @@ class Links {
   Links(Side& side, Health& health, const DeviceWorld& world, uint32_t ranks)
       : side_(side), health_(health), world_(world), links_(ranks) {}
 
-  /// Streams whose passes read pictures; all of them, before the first change.
+  /// Streams whose passes read pictures: all lanes' and then the serving one, before the first change.
   void watch(const Armed& stream) { streams_.push_back(&stream); }
 
   /// Changes the picture: passes that begin from now on read the new one. What the old one alone held is freed when no

@@ -9,7 +9,7 @@
 namespace moed::cuda {
 
 // Call pass of one lane.
-void launch_call_gate(const World& w, uint32_t lane, cudaStream_t stream);  ///< bell -> call
+void launch_call_loop(const World& w, uint32_t lane, cudaStream_t stream);  ///< bell -> done, where nothing is unusual
 void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);    ///< private, checked ids and weights
 void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);      ///< may it run; call lines of a piece
 void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);   ///< rows of a piece
@@ -18,7 +18,7 @@ void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream);     ///<
 void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);     ///< next piece, or record and done
 
 // Serve pass.
-void launch_serve_gate(const World& w, cudaStream_t stream);  ///< call lines -> sources
+void launch_serve_loop(const World& w, cudaStream_t stream);  ///< call lines -> return lines, or sources
 void launch_gather(const World& w, cudaStream_t stream);      ///< rows -> private copies
 void launch_plan(const World& w, cudaStream_t stream);        ///< pairs by (layer, local expert)
 void launch_experts(const World& w, cudaStream_t stream);     ///< two products and the activation
@@ -38,8 +38,10 @@ inline constexpr uint32_t kTestLines = 64;
 void launch_line_test(std::byte* lines, uint32_t count, uint32_t rounds, unsigned long long* counts,
                       cudaStream_t stream);
 
-/// Raises the shared memory that the expert kernels may take.
+/// Raise the shared memory that kernels may take.
 cudaError_t prepare_experts(const Shape& s);
+cudaError_t prepare_call_loop(const World& w);
+cudaError_t prepare_serve_loop(const World& w);
 
 /// What speaks against a shape on this back end: a shape without a kernel.
 ShapeFault kernel_fault(const Shape& s);

@@ -7,7 +7,7 @@
 namespace moed::cuda {
 namespace {
 
-constexpr uint32_t kPlanThreads = 1024;
+constexpr uint32_t kPlanThreads = 256;
 
 /// The key of a pair: layer and local expert; kNoPair: nothing to multiply.
 __device__ uint32_t key_of(const World& w, uint32_t pair) {

@@ -1,13 +1,12 @@
 // The call pass from the wait to its end: return lines, the sum in rank order, the norm, the record.
-#include "kernels/cuda/device.cuh"
 #include "kernels/cuda/passes.h"
+#include "kernels/cuda/sums.cuh"
 
 namespace moed::cuda {
 namespace {
 
-constexpr uint32_t kWaitThreads = 128, kReduceThreads = 256, kReduceBlocks = 264, kFinishThreads = 128;
+constexpr uint32_t kWaitThreads = 128, kReduceBlocks = 264, kFinishThreads = 32;
 constexpr unsigned long long kNobody = ~0ULL;
-constexpr uint32_t kLineValues = kLinePayload / 2;  ///< BF16 values of one line of a partial
 
 __device__ void add_saturating(uint32_t& total, uint64_t v) { total = saturated(uint64_t{total} + v); }
 
@@ -127,7 +126,7 @@ __device__ void drop_departed(const World& w, const LaneState& s, Look& look) {
 /// Waits for the return lines of the present piece; alone decides which ranks are in and which are out.
 __global__ void wait_returns(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
-  if (s.mode != Mode::piece && s.mode != Mode::wait) return;
+  if (s.mode != Mode::piece && s.mode != Mode::again && s.mode != Mode::wait) return;
   __shared__ Shared<Look> shared;
   Look& look = shared.get();
   const uint64_t started = global_time();
@@ -161,69 +160,6 @@ __global__ void wait_returns(const __grid_constant__ World w, uint32_t lane) {
   if (load_u32(&s.disarm) != 0 || load_u32(w.disarm) != 0) s.mode = Mode::none;  // abandoned: out is nobody's any more
 }
 
-/// Sums values [8 * part, 8 * part + 8) of line l over the ranks in, in rank order. False: a partial is not there.
-__device__ bool sum_line(const World& w, LaneState& s, uint32_t lane, uint32_t token, uint32_t l, uint64_t until,
-                         float (&sum)[8]) {
-  for (uint32_t i = 0; i < 8; ++i) sum[i] = 0.0F;
-  for (uint32_t r = 0; r < w.ranks; ++r) {
-    if (!has(s.in, r) || (s.bitmap[r][token / 32] >> (token % 32) & 1) == 0) continue;
-    const std::byte* lines = w.pictures[s.picture].link[r].mine + w.layout.partial(lane, token);
-    ulonglong2 words;
-    uint64_t found = 0;
-    if (wait_line(lines + l * kLineBytes, s.awaited[r], until, words, found) != Seen::same) {
-      if (threadIdx.x % kLineLanes == 0 && atomicCAS(&s.broken, 0U, r + 1) == 0)
-        s.missing = {Awaited::partial, r, lane, token, s.awaited[r], found, global_time() - s.decided};
-      return false;
-    }
-    for (uint32_t i = 0; i < 4; ++i) sum[i] += bf16_to_float(static_cast<uint16_t>(words.x >> (16 * i)));
-    for (uint32_t i = 0; i < 4; ++i) sum[4 + i] += bf16_to_float(static_cast<uint16_t>(words.y >> (16 * i)));
-  }
-  return true;
-}
-
-/// Adds up one value per thread in a fixed order; every thread gets the sum.
-__device__ double block_sum(double v, double* shared) {
-  for (uint32_t i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xFFFFFFFFU, v, i);
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
-  __syncthreads();
-  double sum = 0.0;
-  for (uint32_t i = 0; i < blockDim.x / 32; ++i) sum += shared[i];
-  __syncthreads();
-  return sum;
-}
-
-/// One token of the piece: sum in rank order, one rounding, then RMSNorm where the shape and the call want it.
-__device__ void reduce_token(const World& w, LaneState& s, uint32_t lane, uint32_t token, uint16_t* row, double* shared,
-                             uint64_t until) {
-  const uint32_t n = w.shape.latent;
-  const uint32_t part = threadIdx.x % kLineLanes;
-  const Call& c = s.now.call;
-  double squares = 0.0;  // in FP32 the squares of very small and very large rows would be lost
-  for (uint32_t l = threadIdx.x / kLineLanes; l < w.layout.partial_lines; l += blockDim.x / kLineLanes) {
-    float sum[8];
-    if (!sum_line(w, s, lane, token, l, until, sum)) continue;
-    const uint32_t values = part == kLineLanes - 1 ? 4 : 8;
-    for (uint32_t i = 0; i < values; ++i) {
-      const uint32_t column = l * kLineValues + part * 8 + i;
-      if (column >= n) break;
-      row[column] = float_to_bf16(sum[i]);
-      const double v = bf16_to_float(row[column]);
-      squares += v * v;
-    }
-  }
-  const double total = block_sum(squares, shared);
-  const bool norm = w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0 && total != 0.0;
-  const uint32_t m = c.layer - w.shape.first_layer;
-  const uint16_t* gamma = layer_experts(w, c.layer) != nullptr ? w.layers[m].norm : nullptr;
-  const double rstd = norm ? 1.0 / sqrt(total / n + static_cast<double>(w.shape.norm_eps)) : 1.0;
-  auto* out = reinterpret_cast<uint16_t*>(s.arena + c.out) + (uint64_t{s.done} + token) * n;
-  for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
-    const double g = gamma == nullptr ? 1.0 : static_cast<double>(bf16_to_float(gamma[i]));
-    out[i] = norm ? float_to_bf16(static_cast<float>(static_cast<double>(bf16_to_float(row[i])) * rstd * g)) : row[i];
-  }
-  __syncthreads();
-}
-
 __device__ void zero_rows(const World& w, LaneState& s, uint64_t first, uint64_t end) {
   auto* out = reinterpret_cast<uint4*>(s.arena + s.now.call.out);
   const uint64_t row = uint64_t{w.shape.latent} * 2 / sizeof(uint4);
@@ -232,14 +168,38 @@ __device__ void zero_rows(const World& w, LaneState& s, uint64_t first, uint64_t
     out[i] = uint4{0, 0, 0, 0};
 }
 
-__global__ void reduce(const __grid_constant__ World w, uint32_t lane) {
-  extern __shared__ __align__(16) uint16_t row[];
-  __shared__ double shared[kReduceThreads / 32];
+__global__ void __launch_bounds__(kTeam) reduce(const __grid_constant__ World w, uint32_t lane) {
+  extern __shared__ __align__(16) uint16_t rows[];
+  __shared__ SumShared shared;
+  __shared__ Peer peer[kMaxRanks];
   LaneState& s = w.lane[lane];
   if (s.mode == Mode::fail && s.now.may_zero != 0) zero_rows(w, s, 0, s.now.call.tokens);
   if (s.mode != Mode::reduce) return;
+  for (uint32_t r = threadIdx.x; r < w.ranks; r += blockDim.x)
+    peer[r] = {nullptr, w.pictures[s.picture].link[r].mine, nullptr, s.awaited[r], 0, 0};
+  __syncthreads();
+  const Call& c = s.now.call;
+  const uint32_t n = w.shape.latent;
+  const bool real = layer_experts(w, c.layer) != nullptr;
+  const SumCall call = {real ? w.layers[c.layer - w.shape.first_layer].norm : nullptr,
+                        w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0};
   const uint64_t until = global_time() + kPartialsNs;
-  for (uint32_t t = blockIdx.x; t < s.tokens; t += gridDim.x) reduce_token(w, s, lane, t, row, shared, until);
+  auto* const out = reinterpret_cast<uint16_t*>(s.arena + c.out) + uint64_t{s.done} * n;
+  sum_tokens<AnySizes>(
+      w, peer, lane, blockIdx.x, gridDim.x, s.tokens, call, out, rows, shared,
+      [&](uint32_t i) {
+        const uint32_t t = blockIdx.x + i * gridDim.x;
+        RankSet set{};
+        for (uint32_t r = 0; r < w.ranks && t < s.tokens; ++r)
+          if (has(s.in, r) && (s.bitmap[r][t / 32] >> (t % 32) & 1) != 0) set.word[r / 64] |= 1ULL << (r % 64);
+        return set;
+      },
+      [&](uint32_t t, uint32_t r, uint64_t found, bool missing) {
+        if (__all_sync(0xFFFFFFFFU, global_time() >= until) == 0) return false;
+        if (missing && threadIdx.x % kLineLanes == 0 && atomicCAS(&s.broken, 0U, r + 1) == 0)
+          s.missing = {Awaited::partial, r, lane, t, s.awaited[r], found, global_time() - s.decided};
+        return true;
+      });
   if (s.done + s.tokens == s.valid) zero_rows(w, s, s.valid, s.now.call.tokens);
 }
 
@@ -320,20 +280,16 @@ __global__ void finish(const __grid_constant__ World w, uint32_t lane) {
     }
   }
   __syncthreads();
-  if (ended) {
-    const auto* from = reinterpret_cast<const uint4*>(&s.record);
-    auto* to = reinterpret_cast<uint4*>(&host.record);
-    const uint32_t used = (offsetof(CallRecord, peer) + w.ranks * sizeof(CallRecord::Peer) + 15) / 16;
-    for (uint32_t i = threadIdx.x; i < used; i += blockDim.x) to[i] = from[i];
-    fence_system();
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  if (ended) {
-    store_u32_release(&s.mailbox->done, 1);
-    store_u64_release(&host.done, s.now.number);
-  }
-  store_u64_release(&host.completed, s.passes);
+  if (!ended) return;
+  if (threadIdx.x == 0) store_u32(&s.mailbox->done, 1);
+  const uint32_t used = offsetof(CallRecord, peer) + w.ranks * static_cast<uint32_t>(sizeof(CallRecord::Peer));
+  store_tagged(host.record, s.record, s.count, used);
+  if (threadIdx.x == 0) store_u64(&host.done, s.count << 32 | (s.now.number & 0xFFFFFFFFU));
+}
+
+/// The pass is over: all before it have ended.
+__global__ void end_call_pass(const __grid_constant__ World w, uint32_t lane) {
+  store_u64(&w.board->lane[lane].completed, ++w.lane[lane].loops);
 }
 
 }  // namespace
@@ -342,10 +298,11 @@ void launch_wait(const World& w, uint32_t lane, cudaStream_t stream) {
   wait_returns<<<1, kWaitThreads, 0, stream>>>(w, lane);
 }
 void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream) {
-  reduce<<<kReduceBlocks, kReduceThreads, w.shape.latent * sizeof(uint16_t), stream>>>(w, lane);
+  reduce<<<kReduceBlocks, kTeam, 2 * w.shape.latent * sizeof(uint16_t), stream>>>(w, lane);
 }
 void launch_finish(const World& w, uint32_t lane, cudaStream_t stream) {
   finish<<<1, kFinishThreads, 0, stream>>>(w, lane);
+  end_call_pass<<<1, 1, 0, stream>>>(w, lane);
 }
 
 }  // namespace moed::cuda

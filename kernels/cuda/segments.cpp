@@ -99,9 +99,9 @@ bool Segments::give(const std::shared_ptr<Segment>& segment, Handle& out, std::s
                                      : memory_.export_fd(segment->memory, out.fd, why);
 }
 
-Status Segments::import(const Handle& handle, Allocation& out, std::string& why) {
-  if (handle.bytes != layout_.bytes) {
-    why = "a handle of " + std::to_string(handle.bytes) + " bytes, here " + std::to_string(layout_.bytes);
+Status Segments::import(const Handle& handle, uint64_t bytes, Allocation& out, std::string& why) {
+  if (handle.bytes != bytes) {
+    why = "a handle of " + std::to_string(handle.bytes) + " bytes, here " + std::to_string(bytes);
     return Status::internal;
   }
   if (handle.kind == HandleKind::address && options_.in_process) {
@@ -129,7 +129,7 @@ bool Segments::reachable(const Allocation& memory, std::string& why) const {
 
 Status Segments::take(uint32_t owner, const Handle& handle, std::shared_ptr<Segment>& out, std::string& why) {
   out = std::make_shared<Segment>();
-  if (const Status s = import(handle, out->memory, why); s != Status::ok) return s;
+  if (const Status s = import(handle, layout_.bytes, out->memory, why); s != Status::ok) return s;
   SegmentHeader found;
   const SegmentHeader wanted = header(owner, options_.rank);
   if (!side_.from_gpu(&found, out->memory.as<std::byte>(), sizeof found)) {
@@ -142,6 +142,11 @@ Status Segments::take(uint32_t owner, const Handle& handle, std::shared_ptr<Segm
     return Status::internal;
   }
   return test_lines(*out, why) ? Status::ok : Status::unsupported;
+}
+
+Status Segments::take_plain(const Handle& handle, uint64_t bytes, std::shared_ptr<Segment>& out, std::string& why) {
+  out = std::make_shared<Segment>();
+  return import(handle, bytes, out->memory, why);
 }
 
 /// The lines lie among the rows of lane 0: their numbers belong to no session, so nobody ever takes them for a row. A

@@ -45,12 +45,14 @@ class Segments {
   bool give(const std::shared_ptr<Segment>& segment, Handle& out, std::string& why);
   /// Imports and maps what `owner` made for us, reads its header and tests its lines. ok, unsupported or internal.
   Status take(uint32_t owner, const Handle& handle, std::shared_ptr<Segment>& out, std::string& why);
+  /// The same without a header: a doorbell.
+  Status take_plain(const Handle& handle, uint64_t bytes, std::shared_ptr<Segment>& out, std::string& why);
   /// Whether 128-byte stores to a segment stay whole; unused lines of it are written.
   bool test_lines(const Segment& segment, std::string& why);
 
  private:
   SegmentHeader header(uint32_t owner, uint32_t writer) const;
-  Status import(const Handle& handle, Allocation& out, std::string& why);
+  Status import(const Handle& handle, uint64_t bytes, Allocation& out, std::string& why);
 
   bool reachable(const Allocation& memory, std::string& why) const;
 

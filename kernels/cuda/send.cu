@@ -97,21 +97,26 @@ __device__ void look_again(const World& w, const DeviceSource& source, uint64_t 
   ++watch.retries;
 }
 
-/// What the host is told of a pass.
+/// What the host is told of a pass. The first warp.
 __device__ void record_pass(const World& w, uint32_t sources, uint32_t rows, uint64_t now) {
   ServeState& s = *w.serve;
-  ServeRecord& r = w.board->served[s.records % kServeRecords];
+  const uint64_t number = s.records + 1;
+  ServeRecord r{};
   r.rows = rows;
   r.sources = sources;
   r.pairs = s.pairs;
-  r.refused = 0;
   for (uint32_t i = 0; i < s.sources; ++i)
     if (w.source[i].status != static_cast<uint32_t>(Status::ok) || w.source[i].incomplete == kMissing) ++r.refused;
   r.weight_bytes = s.groups * expert_bytes(w.shape);
+  r.wait_ns = s.waited;
   r.gather_ns = s.experts - s.gather;
   r.experts_ns = s.send - s.experts;
   r.send_ns = now - s.send;
-  store_u64_release(&w.board->records, ++s.records);
+  __syncwarp();
+  store_tagged(w.board->served[number % kServeRecords], r, number, offsetof(ServeRecord, reserved));
+  if (threadIdx.x != 0) return;
+  s.records = number;
+  store_u64(&w.board->records, number);
 }
 
 __global__ void returns(const __grid_constant__ World w) {
@@ -129,14 +134,18 @@ __global__ void returns(const __grid_constant__ World w) {
   for (uint32_t i = threadIdx.x / kLineLanes; i < s.sources; i += blockDim.x / kLineLanes)
     if (w.source[i].incomplete == 0) store_return(w, w.source[i], sources, rows, now);
   for (uint32_t i = threadIdx.x; i < s.sources; i += blockDim.x) look_again(w, w.source[i], now);
-  if (threadIdx.x != 0) return;
-  if (s.sources != 0) record_pass(w, sources, rows, now);
-  store_u64_release(&w.board->completed, s.passes);
+  if (threadIdx.x < 32 && s.sources != 0) record_pass(w, sources, rows, now);
 }
+
+/// The pass is over: all before it have ended.
+__global__ void end_serve_pass(const __grid_constant__ World w) { store_u64(&w.board->completed, ++w.serve->loops); }
 
 }  // namespace
 
 void launch_send(const World& w, cudaStream_t stream) { send<<<kSendBlocks, kSendThreads, 0, stream>>>(w); }
-void launch_returns(const World& w, cudaStream_t stream) { returns<<<1, kReturnThreads, 0, stream>>>(w); }
+void launch_returns(const World& w, cudaStream_t stream) {
+  returns<<<1, kReturnThreads, 0, stream>>>(w);
+  end_serve_pass<<<1, 1, 0, stream>>>(w);
+}
 
 }  // namespace moed::cuda

@@ -18,6 +18,7 @@ namespace moed::cuda {
 struct DeviceLink {
   std::byte* mine;    ///< what that rank writes here
   std::byte* theirs;  ///< what we write there
+  uint32_t* bell;     ///< word of that rank's doorbell that its sources add to; nullptr: it has none
   uint32_t session;
   LinkState state;
   uint32_t seen;  ///< was ready once
@@ -56,10 +57,12 @@ struct DeviceCall {
   Status forced;      ///< not ok: ends at once with this
   uint32_t dry;       ///< checked, then ends
   uint32_t may_zero;  ///< out lies within the arena
-  uint32_t pad;
+  uint32_t plain;     ///< nothing speaks against ending it within a call loop
 };
 static_assert(sizeof(DeviceCall) % 16 == 0);
 
+/// Records of stream calls, 1 to kMostRecords of a lane: what a bell may name.
+inline constexpr uint32_t kMostRecords = 4096;
 inline constexpr uint32_t kHostBell = 0x40000000U;  ///< bell: the host's own record, beside those of stream calls
 
 /// What the kernels of a pass have to do.
@@ -67,6 +70,7 @@ enum class Mode : uint32_t {
   none,    ///< nothing has come
   start,   ///< a new call: copy and check its routing
   piece,   ///< dispatch the next piece
+  again,   ///< dispatch what a call loop may have dispatched in part
   wait,    ///< go on waiting for one that an earlier pass dispatched
   reduce,  ///< all that will answer have answered
   fail,    ///< zeros, and the end
@@ -101,11 +105,45 @@ struct LaneState {
   uint64_t seen, deadline, waited_from, decided;  ///< global_time
   RankSet needed, waiting, in, out, named;
   uint64_t awaited[kMaxRanks];  ///< sequence of the present piece, by rank
-  uint64_t passes;              ///< begun on this lane
+  uint64_t loops;               ///< call loops that have ended
+  uint32_t arrived;             ///< blocks of call loops that have ended their part of a call, ever
   uint32_t host_taken;          ///< host_number of the host call taken last
   alignas(16) CallRecord record;
   uint32_t bitmap[kMaxRanks][kMaxTokens / 32];  ///< of the present piece: tokens that have a row at that rank
 };
+
+/// What the leading block of a call loop tells the others of a call: one line.
+struct CallTicket {
+  uint32_t kind, layer, tokens, flags;  // as Call has them
+  uint64_t x, scales, ids, weights, out, valid_at;
+  uint64_t count;           ///< the lane's
+  uint32_t valid, picture;  ///< tokens that are no padding
+  uint32_t leave;           ///< no call: the loop ends
+  uint32_t pad[3];
+};
+static_assert(offsetof(CallTicket, count) == offsetof(Call, valid) + 8);
+static_assert(sizeof(CallTicket) <= kLinePayload && sizeof(CallTicket) % 16 == 0);
+
+/// What a call loop, and a serve loop, do at most. Longer ones go through the kernels behind the loop.
+inline constexpr uint32_t kLoopTokens = 128, kLoopSlots = 2048;
+/// The private and checked routing of a token as the leading block publishes it: ids, weights, ranks.
+MOED_HD constexpr uint32_t token_lines(uint32_t top_k) {
+  return static_cast<uint32_t>(lines_of(uint64_t{top_k} * 8 + sizeof(RankSet)));
+}
+
+/// What the leading block of a serve loop tells the others of a source: a line with its call and this one.
+struct ServeTicket {
+  const std::byte* rows_segment;
+  std::byte* answer_segment;
+  uint64_t sequence;
+  uint64_t seen;  ///< global_time
+  uint64_t queue_ns;
+  uint32_t lane, rank;
+  uint32_t leave;  ///< no source: the loop ends
+  uint32_t pad[3];
+};
+static_assert(sizeof(ServeTicket) <= kLinePayload && sizeof(ServeTicket) % 16 == 0);
+inline constexpr uint32_t kServeTickets = 64;  ///< in flight
 
 /// Which call lines were seen, taken, and are worth lingering for.
 struct Watch {
@@ -115,6 +153,7 @@ struct Watch {
   uint64_t again;    ///< not to be taken before this time: its rows were incomplete
   uint32_t recent;   ///< passes that it may still miss before nobody lingers for it
   uint32_t retries;  ///< passes in a row in which its rows were incomplete
+  uint32_t ticket;   ///< 1 + slot of the serve loop's ticket under which it is served now; 0: none
 };
 
 /// One call in a serve pass.
@@ -150,9 +189,19 @@ struct ServeState {
   uint32_t groups, pairs;
   uint64_t last_look, first_pending;
   uint64_t gather, experts, send;  ///< global_time at which each began
-  uint64_t passes;                 ///< begun
+  uint64_t waited;                 ///< ns from the first call line of the pass to gather
+  uint64_t loops;                  ///< serve loops that have ended
   uint64_t started;                ///< global_time of the first one
-  uint64_t records;                ///< passes that served somebody
+  uint64_t records;                ///< of passes that served somebody, so far
+};
+
+/// A record as the GPU writes it to the host without a fence: 32 bits of it and the low half of its number in every
+/// 64-bit word, so that the host takes it only when it is whole.
+template <class Record>
+struct Tagged {
+  static_assert(sizeof(Record) % 4 == 0);
+  static constexpr uint32_t kWords = sizeof(Record) / 4;
+  uint64_t word[kWords];
 };
 
 /// A wait that ended in vain: who waited, for whom, for what.
@@ -163,16 +212,20 @@ struct DeviceFault {
 
 inline constexpr uint32_t kServeRecords = 1024, kFaults = 64;
 
+/// How a call's out becomes visible before its done.
+inline constexpr uint32_t kSettleTouch = 0, kSettleFence = 1, kSettleNone = 2;
+
 /// Host memory that the GPU writes. Every word has one writer.
 struct HostLane {
-  alignas(128) CallRecord record;
-  alignas(128) uint64_t done;              ///< calls ended, after record
+  alignas(128) Tagged<CallRecord> record;  ///< of the call that ended last
+  alignas(128) uint64_t done;  ///< calls ended (low half of the lane's count), and the low half of its number
   alignas(128) uint64_t begun, completed;  ///< passes
 };
 struct Board {
   HostLane lane[kMaxLanes + 1];
-  ServeRecord served[kServeRecords];
+  Tagged<ServeRecord> served[kServeRecords];  ///< record n, from 1, in slot n % kServeRecords
   alignas(128) uint64_t records;
+  alignas(128) uint64_t rung;  ///< of the doorbell, read by the last serve loop before it looked at any call line
   alignas(128) uint64_t begun, completed, serving;  ///< passes; serving: the last one that found a source
   DeviceFault fault[kFaults];
 };
@@ -188,6 +241,10 @@ struct World {
   uint32_t drop;  ///< on_lost_rank
   uint32_t max_rows, max_pairs;
   uint32_t row_stride;  ///< bytes of a gathered row: whole lines' payload
+  double per_latent;    ///< 1 / L
+  float per_expert;     ///< 1 / experts
+  uint32_t megahertz;   ///< of a multiprocessor's clock at its highest: for bounds, which may come later
+  uint32_t per_slot;    ///< 2^16 / K, rounded up: i / K is i * per_slot >> 16 up to 2^11
   uint64_t linger_ns;
   uint64_t experts_delay_ns, send_delay_ns, call_delay_ns;
   uint64_t delay_for_ns;  ///< the delays end so long after the first pass; 0: never
@@ -201,6 +258,16 @@ struct World {
   const DeviceLayer* layers;  ///< [layers]
   uint32_t model_layers;      ///< entries of it; the others are identity
   Board* board;
+  const uint32_t* doorbell;  ///< the same word of our own
+  uint64_t* begun;           ///< [lanes_all + 1] passes begun: of each lane, and of serving
+  // Loops
+  uint32_t call_blocks, serve_blocks;
+  uint32_t long_way;   ///< drills are configured, or it is asked for: nothing ends within a loop
+  uint32_t settle;     ///< how out becomes visible before done
+  DeviceCall* calls;   ///< [lanes_all, kMostRecords]
+  Line* call_ticket;   ///< [lanes_all, 1 + kLoopTokens * token_lines]
+  Line* serve_ticket;  ///< [kServeTickets, 2]
+  uint64_t* result;    ///< [kServeTickets]: rows done and what was wrong with them
   // Serve pass
   ServeState* serve;
   Watch* watch;           ///< [ranks, lanes_all]

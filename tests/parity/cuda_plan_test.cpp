@@ -70,7 +70,7 @@ class Planner {
   Planner(const BackendOptions& options) : options_(options), memory_(test::loaded_driver(), 0), copies_(0) {
     std::string why;
     if (!side_.make()) throw std::runtime_error(health_.text());
-    if (world_.make(memory_, options, side_, why) != Status::ok) throw std::runtime_error(why);
+    if (world_.make(memory_, options, cuda::GpuFacts{}, side_, why) != Status::ok) throw std::runtime_error(why);
   }
 
   uint32_t max_rows() const { return world_.world().max_rows; }

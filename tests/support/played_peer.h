@@ -204,6 +204,10 @@ class PlayedPeer {
     Handle theirs;
     need(backend.make_segment(1, theirs) == Status::ok, backend.last_error());
     there_ = memory_.import_fd(theirs.fd, theirs.bytes, why);
+    Handle bell;
+    need(backend.make_doorbell(bell) == Status::ok, backend.last_error());
+    bell_ = memory_.import_fd(bell.fd, bell.bytes, why);
+    need(static_cast<bool>(bell_), why);
     here_ = memory_.make(layout_.bytes, HandleKind::cuda_fd, why);
     Handle ours;
     ours.kind = HandleKind::cuda_fd;
@@ -240,6 +244,14 @@ class PlayedPeer {
     copies_.to_gpu(there_.as<void>(), bare.data(), layout_.bytes);
     copies_.to_gpu(there_.as<void>(), outgoing_.data(), layout_.bytes);
     sent_ = outgoing_;
+    ring();
+  }
+  /// What every source does behind a call line.
+  void ring() {
+    uint32_t wake = 0;
+    copies_.from_gpu(&wake, &bell_.as<Doorbell>()->wake, sizeof wake);
+    ++wake;
+    copies_.to_gpu(&bell_.as<Doorbell>()->wake, &wake, sizeof wake);
   }
 
   /// What rank 0 had written here at the last pull() or await().
@@ -284,7 +296,7 @@ class PlayedPeer {
   const SegmentLayout layout_;
   cuda::Memory memory_;
   Copies copies_;
-  cuda::Allocation there_, here_;
+  cuda::Allocation there_, here_, bell_;
   Image outgoing_, sent_, incoming_;
 };
 

@@ -1,19 +1,20 @@
-// The serve pass up to its private copies: look at call lines, choose sources, gather their rows. Nothing after gather
-// reads what peers can write.
+// Choosing what a serve pass takes: looks at the call lines of all lanes, lingers for lanes that took part in the last
+// passes, and takes whole sources in turn.
+#pragma once
+
 #include "kernels/cuda/device.cuh"
-#include "kernels/cuda/passes.h"
 
 namespace moed::cuda {
-namespace {
 
-constexpr uint32_t kGateThreads = 256, kGatherThreads = 256, kGatherBlocks = 128;
-constexpr uint32_t kMayMiss = 2;       ///< passes that a source may miss before nobody lingers for it
-constexpr uint32_t kMostSources = 64;  ///< of one pass, with rows or without: choosing takes its time, too
-constexpr uint32_t kBitmapWords = kMaxTokens / 32;
+inline constexpr uint32_t kMayMiss = 2;       ///< passes that a source may miss before nobody lingers for it
+inline constexpr uint32_t kMostSources = 64;  ///< of one pass, with rows or without: choosing takes its time, too
+inline constexpr uint32_t kCallWords = kMaxTokens / 32;
 
-__device__ const uint32_t* bitmap_words(const CallLine& call) { return reinterpret_cast<const uint32_t*>(call.bitmap); }
+__device__ inline const uint32_t* bitmap_words(const CallLine& call) {
+  return reinterpret_cast<const uint32_t*>(call.bitmap);
+}
 
-__device__ bool is_due(const Watch& watch, uint64_t now) { return watch.pending != 0 && now >= watch.again; }
+__device__ inline bool is_due(const Watch& watch, uint64_t now) { return watch.pending != 0 && now >= watch.again; }
 
 /// What one look at all call lines has found, over the threads of the block.
 struct Looked {
@@ -22,7 +23,7 @@ struct Looked {
 };
 
 /// Notes every call line that is new and when it was seen.
-__device__ void look_at(const World& w, Looked& looked, uint64_t last_look, uint64_t now) {
+__device__ inline void look_at(const World& w, Looked& looked, uint64_t last_look, uint64_t now) {
   const Picture& picture = w.pictures[looked.present];
   const uint32_t watches = w.ranks * w.layout.lanes_all;
   for (uint32_t i = threadIdx.x; i < watches; i += blockDim.x) {
@@ -44,9 +45,9 @@ __device__ void look_at(const World& w, Looked& looked, uint64_t last_look, uint
 }
 
 /// Whether the copied call line is one that a sound peer may send; counts its rows.
-__device__ Status check_call(const World& w, const CallLine& call, uint32_t& rows) {
+__device__ inline Status check_call(const World& w, const CallLine& call, uint32_t& rows) {
   rows = 0;
-  for (uint32_t k = 0; k < kBitmapWords; ++k) {
+  for (uint32_t k = 0; k < kCallWords; ++k) {
     const uint32_t bits = bitmap_words(call)[k];
     const uint32_t first = k * 32;
     if (first + 32 > call.tokens && (call.tokens <= first ? bits : bits >> (call.tokens - first)) != 0)
@@ -65,7 +66,7 @@ struct Choice {
 };
 
 /// Takes one pending watch into the pass, unless it does not fit any more. Lanes 0 to 7 of a warp read the line.
-__device__ void take_source(const World& w, uint32_t at, const DeviceLink& link, uint64_t now, Choice& choice) {
+__device__ inline void take_source(const World& w, uint32_t at, const DeviceLink& link, uint64_t now, Choice& choice) {
   Watch& watch = w.watch[at];
   DeviceSource& source = w.source[choice.sources];  // one more than are taken has its place
   const uint32_t lane = at % w.layout.lanes_all;
@@ -113,7 +114,7 @@ __device__ void take_source(const World& w, uint32_t at, const DeviceLink& link,
 }
 
 /// Takes whole sources, from the one after the one served last, while they fit. One warp.
-__device__ void choose(const World& w, uint32_t present, uint64_t now, Choice& choice) {
+__device__ inline void choose(const World& w, uint32_t present, uint64_t now, Choice& choice) {
   const uint32_t watches = w.ranks * w.layout.lanes_all;
   const uint32_t start = w.serve->next;
   for (uint32_t base = 0; base < watches; base += 32) {
@@ -130,7 +131,7 @@ __device__ void choose(const World& w, uint32_t present, uint64_t now, Choice& c
 }
 
 /// Names the row of every token that a source has sent.
-__device__ void place_rows(const World& w, uint32_t source) {
+__device__ inline void place_rows(const World& w, uint32_t source) {
   const DeviceSource& s = w.source[source];
   if (s.status != static_cast<uint32_t>(Status::ok)) return;
   const uint32_t* bits = bitmap_words(s.call);
@@ -142,20 +143,16 @@ __device__ void place_rows(const World& w, uint32_t source) {
   }
 }
 
-/// Waits for call lines, lingers for lanes that took part in the last passes, chooses.
-__global__ void serve_gate(const __grid_constant__ World w) {
+/// A block waits for call lines, lingers for those that may be missing, and chooses what this pass serves. now: when
+/// there is something for sure, this does not wait for the first.
+__device__ inline void choose_sources(const World& w, uint64_t until) {
   ServeState& s = *w.serve;
   __shared__ Looked looked;
   __shared__ Choice choice;
-  if (threadIdx.x == 0) {
-    static_cast<void>(begin_pass(w, s.passes, w.board->begun));
-    s.sources = s.rows = s.pairs = s.groups = 0;
-    choice = {};
-    if (s.started == 0) s.started = s.last_look = global_time();
-  }
+  if (threadIdx.x == 0) choice = {};
   __syncthreads();
-  const bool come = wait_block(global_time() + kGateNs, w.disarm, w.disarm, [&](uint64_t now) {
-    if (threadIdx.x == 0) looked = {load_u32_acquire(w.present), 0, 0};
+  const bool come = wait_block(until, w.disarm, w.disarm, [&](uint64_t now) {
+    if (threadIdx.x == 0) looked = {load_u32(w.present), 0, 0};
     __syncthreads();
     look_at(w, looked, s.last_look, now);
     __syncthreads();
@@ -175,56 +172,9 @@ __global__ void serve_gate(const __grid_constant__ World w) {
   s.sources = choice.sources;
   s.rows = choice.rows;
   s.gather = now;
-  if (choice.sources != 0) store_u64_release(&w.board->serving, s.passes);
-  ServeRecord& record = w.board->served[s.records % kServeRecords];
-  record.wait_ns = now - s.first_pending;
+  s.waited = now - s.first_pending;
+  if (choice.sources != 0) store_u64(&w.board->serving, s.loops + 1);
   s.first_pending = choice.left ? now : 0;
 }
-
-/// Copies one row, eight lanes a line, and waits for its lines a little. What is not there drops its source.
-__device__ void gather_row(const World& w, uint32_t row, uint64_t until) {
-  const Place place = w.place[row];
-  DeviceSource& source = w.source[place.source];
-  const std::byte* lines = source.rows_segment + w.layout.row(source.lane, place.token);
-  auto* to = reinterpret_cast<uint64_t*>(w.gathered + uint64_t{row} * w.row_stride);
-  const uint32_t part = threadIdx.x % kLineLanes;
-  const uint64_t began = w.serve->gather;
-  for (uint32_t l = threadIdx.x / kLineLanes; l < w.layout.row_lines; l += blockDim.x / kLineLanes) {
-    ulonglong2 words;
-    uint64_t found = 0;
-    const Seen seen = wait_line(lines + l * kLineBytes, source.sequence, until, words, found);
-    if (seen != Seen::same) {
-      if (part != 0) return;
-      if (atomicMax(&source.incomplete, seen == Seen::newer ? kOvertaken : kMissing) == 0)
-        report_fault(
-            w, {Awaited::row, source.rank, source.lane, place.token, source.sequence, found, global_time() - began});
-      return;
-    }
-    uint64_t* at = to + l * (kLinePayload / 8) + part * 2;
-    at[0] = words.x;
-    if (part < kLineLanes - 1) at[1] = words.y;
-  }
-}
-
-__global__ void gather(const __grid_constant__ World w) {
-  const ServeState& s = *w.serve;
-  const uint64_t until = global_time() + kRowsNs;
-  for (uint32_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
-    gather_row(w, row, until);
-    __syncthreads();
-    DeviceSource& source = w.source[w.place[row].source];
-    const auto* ids = reinterpret_cast<const int32_t*>(w.gathered + uint64_t{row} * w.row_stride);
-    if (threadIdx.x < w.shape.top_k && source.incomplete == 0) {
-      const int32_t id = ids[threadIdx.x];
-      if (id < -1 || id >= static_cast<int32_t>(w.shape.experts))
-        source.status = static_cast<uint32_t>(Status::bad_route);
-    }
-  }
-}
-
-}  // namespace
-
-void launch_serve_gate(const World& w, cudaStream_t stream) { serve_gate<<<1, kGateThreads, 0, stream>>>(w); }
-void launch_gather(const World& w, cudaStream_t stream) { gather<<<kGatherBlocks, kGatherThreads, 0, stream>>>(w); }
 
 }  // namespace moed::cuda

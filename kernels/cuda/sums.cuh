@@ -1,0 +1,244 @@
+// One token's answer from its partials: the sum in rank order, one rounding, RMSNorm. One order of all sums whichever
+// kernel does it, so that a token's bits do not depend on the way its call took.
+#pragma once
+
+#include "kernels/cuda/rows.cuh"
+
+namespace moed::cuda {
+
+inline constexpr uint32_t kTeamWarps = kTeam / 32;
+inline constexpr uint32_t kLineValues = kLinePayload / 2;  ///< BF16 values of one line of a partial
+
+/// What a token's sum needs beside its partials.
+struct SumCall {
+  const uint16_t* gamma;  ///< nullptr: 1
+  bool norm;
+};
+
+/// Shared memory of sum_token, beside the rows.
+struct SumShared {
+  double squares[2][kTeamWarps];
+};
+
+/// The lines of the first two ranks of a token at one place, asked for ahead of their turn.
+struct Ahead {
+  ulonglong2 words[2];
+};
+
+/// Ranks of a set in ascending order.
+struct RankWalk {
+  uint64_t low, high;
+  __device__ explicit RankWalk(const RankSet& set) : low(set.word[0]), high(set.word[1]) {}
+  __device__ bool more() const { return (low | high) != 0; }
+  __device__ uint32_t next() {
+    const bool upper = low == 0;
+    uint64_t& word = upper ? high : low;
+    const uint32_t r = __ffsll(static_cast<long long>(word)) - 1 + (upper ? 64 : 0);
+    word &= word - 1;
+    return r;
+  }
+};
+
+/// Asks for the lines of a token's first two ranks. `mine`: this group of eight has a line at `offset`.
+__device__ inline void ask(const Peer* peers, const RankSet& set, uint64_t offset, bool mine, Ahead& ahead) {
+  RankWalk walk(set);
+  for (auto& words : ahead.words) {
+    words = {0, 0};
+    if (!walk.more()) continue;
+    const std::byte* const line = peers[walk.next()].mine + offset + threadIdx.x % kLineLanes * 16;
+    if (mine) words = load_16(line);
+  }
+}
+
+__device__ inline void add_values(const ulonglong2& words, float (&sum)[8]) {
+  const uint32_t pair[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.x >> 32),
+                            static_cast<uint32_t>(words.y), static_cast<uint32_t>(words.y >> 32)};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    sum[2 * i] += float_of(pair[i] << 16);
+    sum[2 * i + 1] += float_of(pair[i] & 0xFFFF0000U);
+  }
+}
+
+/// Adds up the ranks' lines at `offset` of their segments in rank order, two under way at a time; a whole warp, whose
+/// groups of eight have a line each where `mine`. Eight values a thread, of which four are padding in the last thread
+/// of a line. `stop(rank, found, missing)` is asked by the whole warp while a line is missing. False: stopped.
+template <class Stop>
+__device__ bool sum_lines(const Peer* peers, const RankSet& set, uint64_t offset, bool mine, Ahead& ahead,
+                          float (&sum)[8], Stop stop) {
+  const uint32_t part = threadIdx.x % kLineLanes;
+  for (float& v : sum) v = 0.0F;
+  RankWalk walk(set);
+#pragma unroll 1
+  for (bool asked = true; walk.more(); asked = false) {
+    const uint32_t first = walk.next();
+    const bool two = walk.more();
+    const uint32_t second = two ? walk.next() : first;
+    const std::byte* const line[2] = {peers[first].mine + offset + part * 16, peers[second].mine + offset + part * 16};
+    const uint64_t awaited[2] = {peers[first].awaited, peers[second].awaited};
+#pragma unroll 1
+    for (;; asked = false) {
+      if (!asked && mine) {
+        ahead.words[0] = load_16(line[0]);
+        if (two) ahead.words[1] = load_16(line[1]);
+      }
+      const uint64_t found = __shfl_sync(0xFFFFFFFFU, ahead.words[0].y, kLineLanes - 1, kLineLanes);
+      const uint64_t other = __shfl_sync(0xFFFFFFFFU, ahead.words[1].y, kLineLanes - 1, kLineLanes);
+      const bool there = found == awaited[0];
+      const bool missing = mine && !(there && (!two || other == awaited[1]));
+      if (__any_sync(0xFFFFFFFFU, missing) == 0) break;
+      if (stop(there ? second : first, there ? other : found, missing)) return false;
+    }
+    add_values(ahead.words[0], sum);
+    if (two) add_values(ahead.words[1], sum);
+  }
+  return true;
+}
+
+/// The sum of the squares of eight BF16 values. In FP32 the squares of very small and very large values would be lost:
+/// those are added in FP64, which takes its time.
+__device__ inline double squares_of(const uint32_t (&pair)[4]) {
+  const uint32_t magnitudes = __vmaxu2(__vmaxu2(pair[0] & 0x7FFF7FFFU, pair[1] & 0x7FFF7FFFU),
+                                       __vmaxu2(pair[2] & 0x7FFF7FFFU, pair[3] & 0x7FFF7FFFU));
+  const uint32_t greatest = max(magnitudes & 0xFFFFU, magnitudes >> 16);
+  if (greatest == 0 ||
+      (greatest >= 0x2F80U && greatest < 0x4F80U)) {  // 2^-32 to 2^32: what is lost beside it is no matter
+    float sum = 0.0F;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const float low = float_of(pair[i] << 16);
+      const float high = float_of(pair[i] & 0xFFFF0000U);
+      sum += low * low + high * high;
+    }
+    return sum;
+  }
+  double sum = 0.0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t two = i < 2 ? pair[0] : i < 4 ? pair[1] : i < 6 ? pair[2] : pair[3];
+    const double d = float_of(i % 2 == 0 ? two << 16 : two & 0xFFFF0000U);
+    sum += d * d;
+  }
+  return sum;
+}
+
+/// Adds up one value per thread of a team in a fixed order; each gets the sum. `turn` alternates, which
+/// saves a barrier.
+__device__ inline double sum_squares(double v, SumShared& shared, uint32_t turn) {
+#pragma unroll
+  for (uint32_t i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xFFFFFFFFU, v, i);
+  double* const all = shared.squares[turn % 2];
+  if (threadIdx.x % 32 == 0) all[team_thread() / 32] = v;
+  sync_team();
+  double sum = all[threadIdx.x % kTeamWarps];
+#pragma unroll
+  for (uint32_t i = kTeamWarps / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xFFFFFFFFU, sum, i);
+  return sum;
+}
+
+/// 1 / sqrt(x) to about 40 bits: FP32's, bettered once in FP64 where FP32 holds x.
+__device__ inline double inverse_root(double x) {
+  if (!(x > 1e-30 && x < 1e30)) return rsqrt(x);
+  const double y = rsqrtf(static_cast<float>(x));
+  return y * (1.5 - 0.5 * x * y * y);
+}
+
+/// Four values times rstd and gamma. An rstd that FP32 holds well is multiplied there.
+__device__ inline uint64_t scale_4(uint64_t bits, uint64_t gamma, double rstd) {
+  const bool plain = rstd > 1e-30 && rstd < 1e30;
+  const auto r = static_cast<float>(rstd);
+  float value[4];
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    const float v = bf16_to_float(static_cast<uint16_t>(bits >> (16 * i)));
+    const float g = bf16_to_float(static_cast<uint16_t>(gamma >> (16 * i)));
+    value[i] = plain ? v * r * g : static_cast<float>(static_cast<double>(v) * rstd * static_cast<double>(g));
+  }
+  return bf16_pair(value[0], value[1]) | uint64_t{bf16_pair(value[2], value[3])} << 32;
+}
+
+/// Writes one token's row: `row`, L BF16 values in shared memory, times rstd and gamma where `norm` is set.
+__device__ inline void put_row(const uint16_t* row, uint16_t* out, uint32_t columns, const SumCall& call, bool norm,
+                               double rstd) {
+  constexpr uint64_t kOnes = 0x3F803F803F803F80ULL;
+#pragma unroll 2
+  for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) {
+    ulonglong2 words = *reinterpret_cast<const ulonglong2*>(row + p * 8);
+    if (norm) {
+      ulonglong2 gamma = {kOnes, kOnes};
+      if (call.gamma != nullptr) gamma = *reinterpret_cast<const ulonglong2*>(call.gamma + p * 8);
+      words = {scale_4(words.x, gamma.x, rstd), scale_4(words.y, gamma.y, rstd)};
+    }
+    store_16(out + p * 8, words);
+  }
+}
+
+/// Touches what put_row has stored of a token, by the same threads. When what is returned is known, out is in the L2,
+/// where every multiprocessor, copy engine and peer finds it. A fence, or a load behind the store, says no more and
+/// waits for all that the multiprocessor has under way: beside kernels that stream memory 50 to 150 us (design.md
+/// section 8).
+__device__ inline uint32_t touch_row(uint16_t* out, uint32_t columns) {
+  uint32_t all = 0;
+#pragma unroll 2
+  for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) all |= touch_u32(out + p * 8);
+  return all;
+}
+
+/// Tokens first, first + step, ... below `end`, by a team. set(i): the ranks
+/// whose partials the i-th has; the same for all threads. rows: room for two rows of L BF16 values in shared memory.
+/// stop(token, rank, found, missing): as in sum_lines; what has stopped leaves rubbish in its out.
+template <class Z, class Set, class Stop>
+__device__ void sum_tokens(const World& w, const Peer* peers, uint32_t lane, uint32_t first, uint32_t step,
+                           uint32_t end, const SumCall& call, uint16_t* out, uint16_t* rows, SumShared& shared, Set set,
+                           Stop stop) {
+  if (first >= end) return;
+  const uint32_t n = Z::latent(w);
+  const uint32_t lines = Z::partial_lines(w);
+  const uint32_t group = team_thread() / kLineLanes;
+  const uint32_t part = threadIdx.x % kLineLanes;
+  const auto offset = [&](uint32_t token, uint32_t l) { return Z::partial_at(w, lane, token) + l * kLineBytes; };
+  Ahead ahead;
+  ask(peers, set(0), offset(first, group), group < lines, ahead);
+  double squares = 0.0;
+  uint32_t turn = 0;
+  uint32_t token = first;
+#pragma unroll 1
+  for (uint32_t base = 0;;) {
+    const uint32_t l = base + group;
+    float sum[8];
+    const bool good =
+        sum_lines(peers, set(turn), offset(token, l), l < lines, ahead, sum,
+                  [&](uint32_t r, uint64_t found, bool missing) { return stop(token, r, found, missing); });
+    uint16_t* const row = rows + turn % 2 * n;
+    const uint32_t column = l * kLineValues + part * 8;
+    if (good && l < lines && column < n) {  // n and column are multiples of four
+      uint32_t pair[4];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) pair[i] = bf16_pair(sum[2 * i], sum[2 * i + 1]);
+      const bool half = part == kLineLanes - 1 || column + 4 >= n;
+      if (half) pair[2] = pair[3] = 0;
+      squares += squares_of(pair);
+      auto* const to = reinterpret_cast<uint64_t*>(row + column);
+      to[0] = pair[0] | uint64_t{pair[1]} << 32;
+      if (!half) to[1] = pair[2] | uint64_t{pair[3]} << 32;
+    }
+    base += kTeamGroups;
+    const bool whole = base >= lines;
+    const uint32_t next = whole ? token + step : token;
+    const uint32_t next_base = whole ? 0 : base;
+    if (next < end)
+      ask(peers, set(whole ? turn + 1 : turn), offset(next, next_base + group), next_base + group < lines, ahead);
+    if (!whole) continue;
+    const double total = sum_squares(squares, shared, turn);
+    const bool norm = call.norm && total != 0.0;
+    const double rstd = norm ? inverse_root(total * w.per_latent + static_cast<double>(w.shape.norm_eps)) : 1.0;
+    put_row(row, out + uint64_t{token} * n, n, call, norm, rstd);
+    squares = 0.0;
+    base = 0;
+    token = next;
+    ++turn;
+    if (token >= end) return;
+  }
+}
+
+}  // namespace moed::cuda
