@@ -230,6 +230,21 @@ class CudaBackend final : public Backend {
     return true;
   }
 
+  Waiting waiting() override {
+    cudaSetDevice(gpu_.ordinal);
+    LoopNeeds needs;
+    health_.good(add_call_loops(world_.world(), needs), "attributes of a kernel");
+    health_.good(add_serve_loop(world_.world(), needs), "attributes of a kernel");
+    cudaDeviceProp gpu{};
+    health_.good(cudaGetDeviceProperties(&gpu, gpu_.ordinal), "properties of the GPU");
+    const auto share = [&](uint64_t used, double each) {
+      return static_cast<double>(used) / (each * gpu.multiProcessorCount);
+    };
+    return {static_cast<uint32_t>(needs.blocks), static_cast<uint32_t>(gpu.multiProcessorCount),
+            share(needs.registers, gpu.regsPerMultiprocessor), share(needs.threads, gpu.maxThreadsPerMultiProcessor),
+            share(needs.shared, static_cast<double>(gpu.sharedMemPerMultiprocessor))};
+  }
+
   bool serving() override { return host_load(world_.board().serving) > serve_.completed(); }
   uint32_t handle_kinds() override { return segments_->kinds(); }
   Status health() override {

@@ -247,6 +247,13 @@ cudaError_t prepare_call_loop(const World& w) {
   });
 }
 
+cudaError_t add_call_loops(const World& w, LoopNeeds& needs) {
+  return with_sizes(w.shape, [&]<class Z>(Z) {
+    const uint64_t blocks = 1 + uint64_t{w.layout.lanes_all - 1} * w.call_blocks;
+    return add_needs(call_loop<Z>, blocks, kLoopThreads, loop_bytes<Z>(w), needs);
+  });
+}
+
 void launch_call_loop(const World& w, uint32_t lane, cudaStream_t stream) {
   with_sizes(w.shape, [&]<class Z>(Z) {
     call_loop<Z><<<lane == 0 ? 1 : w.call_blocks, kLoopThreads, loop_bytes<Z>(w), stream>>>(w, lane);

@@ -43,6 +43,13 @@ cudaError_t prepare_experts(const Shape& s);
 cudaError_t prepare_call_loop(const World& w);
 cudaError_t prepare_serve_loop(const World& w);
 
+/// Registers, threads and bytes of shared memory that all blocks of loops take when all lanes call.
+struct LoopNeeds {
+  uint64_t blocks = 0, registers = 0, threads = 0, shared = 0;
+};
+cudaError_t add_call_loops(const World& w, LoopNeeds& needs);
+cudaError_t add_serve_loop(const World& w, LoopNeeds& needs);
+
 /// What speaks against a shape on this back end: a shape without a kernel.
 ShapeFault kernel_fault(const Shape& s);
 

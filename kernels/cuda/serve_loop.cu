@@ -35,6 +35,12 @@ cudaError_t prepare_serve_loop(const World& w) {
   });
 }
 
+cudaError_t add_serve_loop(const World& w, LoopNeeds& needs) {
+  return with_sizes(w.shape, [&]<class Z>(Z) {
+    return add_needs(serve_loop<Z>, w.serve_blocks, kServeThreads, kBatch * w.row_stride, needs);
+  });
+}
+
 void launch_serve_loop(const World& w, cudaStream_t stream) {
   with_sizes(w.shape,
              [&]<class Z>(Z) { serve_loop<Z><<<w.serve_blocks, kServeThreads, kBatch * w.row_stride, stream>>>(w); });

@@ -3,6 +3,7 @@
 // time.
 #pragma once
 
+#include "kernels/cuda/passes.h"
 #include "kernels/cuda/state.h"
 
 namespace moed::cuda {
@@ -36,6 +37,18 @@ struct Sizes {
   static __host__ __device__ uint32_t token_lines(const World& w) { return cuda::token_lines(top_k(w)); }
 };
 using AnySizes = Sizes<0, 0>;
+
+/// Adds what `blocks` blocks of a kernel take.
+template <class Kernel>
+cudaError_t add_needs(Kernel* kernel, uint64_t blocks, uint32_t threads, uint32_t dynamic, LoopNeeds& needs) {
+  cudaFuncAttributes a{};
+  const cudaError_t e = cudaFuncGetAttributes(&a, kernel);
+  needs.blocks += blocks;
+  needs.threads += blocks * threads;
+  needs.registers += blocks * threads * static_cast<uint64_t>(a.numRegs);
+  needs.shared += blocks * (a.sharedSizeBytes + dynamic);
+  return e;
+}
 
 /// Calls f(Sizes) with what fits a shape best.
 template <class F>
