@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -12,7 +13,8 @@ namespace moed::cuda {
 namespace {
 
 constexpr uint64_t kLow = 0xFFFFFFFF;
-constexpr Nanos kUsed = 2'000'000;        ///< after a stream call more are expected for so long
+constexpr Nanos kUsed = 2'000'000;  ///< after a stream call more are expected for so long
+constexpr Nanos kLongestLoop = 1'000'000;
 constexpr uint64_t kParked = 8;           ///< passes of a lane whose calls the host does not see come
 constexpr uint64_t kAhead = 3;            ///< passes queued while a call runs: each waits less than 1 ms
 constexpr Nanos kLetGo = 10'000'000'000;  ///< how long the GPU may take to end what is queued
@@ -81,6 +83,7 @@ Status Lane::open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& 
     return Status::device_lost;
   }
   kind_ = kind;
+  registered_.clear();
   done_ = noticed_ = host_load(host().done);
   dry_ = running_ = false;
   arena_bytes_.store(bytes, std::memory_order_relaxed);
@@ -162,9 +165,13 @@ Status Lane::add_record(uint32_t number, const Call& call, Nanos timeout, std::s
   record.timeout_ns = timeout;
   record.may_zero = 1;
   record.plain = is_plain(shop_, record) ? 1 : 0;
-  if (shop_.side.to_gpu(calls() + number - 1, &record, sizeof record) && shop_.side.settle()) return Status::ok;
-  why = shop_.health.text();
-  return Status::device_lost;
+  if (!shop_.side.to_gpu(calls() + number - 1, &record, sizeof record) || !shop_.side.settle()) {
+    why = shop_.health.text();
+    return Status::device_lost;
+  }
+  // A loop that runs may have read ahead what was there before.
+  if (!registered_.insert(number).second) std::this_thread::sleep_for(std::chrono::nanoseconds(kLongestLoop));
+  return Status::ok;
 }
 
 Status Lane::begin(const Begin& begin, std::string& why) {
@@ -254,6 +261,12 @@ bool Lane::collect(uint64_t count, CallRecord& out) {
   return true;
 }
 
+/// A stream call that its passes have not ended yet: nobody rings for it again. Only while no pass is queued.
+bool Lane::in_flight() {
+  uint32_t running = 0;
+  return shop_.side.from_gpu(&running, &state()->running, sizeof running) && running != 0;
+}
+
 /// Keeps passes queued while calls come; an idle lane's pass waits for the bell by a stream memory operation.
 void Lane::pump() {
   if (const uint64_t done = host_load(host().done); done != noticed_) {
@@ -263,6 +276,10 @@ void Lane::pump() {
   if (running_ || now_ns() < used_at_ + kUsed) {
     shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
   } else if (shop_.options.park && pass_.ahead() == 0 && !shop_.health.lost()) {
+    if (kind_ == ArenaKind::gpu && in_flight()) {
+      shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
+      return;
+    }
     cudaError_t launched = cudaSuccess;
     const CUresult waits = pass_.park(shop_.driver, reinterpret_cast<CUdeviceptr>(&mailbox_.as<DeviceMailbox>()->bell),
                                       1, kind_ == ArenaKind::gpu ? kParked : 1, launched);

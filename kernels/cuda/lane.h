@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <mutex>
+#include <set>
 
 #include "daemon/abi/validate.h"
 #include "kernels/cuda/armed.h"
@@ -56,6 +57,7 @@ class Lane {
   bool poll_stream(uint64_t done, CallRecord& out);
   bool take_record(uint64_t count, CallRecord& out) const;
   bool collect(uint64_t count, CallRecord& out);
+  bool in_flight();
   void pump();
 
   const Shop& shop_;
@@ -71,6 +73,7 @@ class Lane {
   Begin begin_{};
   Refusal refusal_{};
   DeviceCall call_{};
+  std::set<uint32_t> registered_;    ///< numbers of records, since the lane was opened
   uint64_t done_ = 0, noticed_ = 0;  ///< of the board: as it was polled last, and looked at last
   Nanos used_at_ = 0;                ///< when a stream call was seen to have ended
   uint64_t serial_ = 0;              ///< of calls begun on this lane, over all attaches
