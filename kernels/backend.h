@@ -166,8 +166,8 @@ class Backend {
     uint64_t heap = 0, weights = 0, arena = 0, scratch = 0;
   };
   virtual Memory memory() = 0;
-  /// What blocks that wait for calls take of a GPU while somebody calls: how many there are, one on a multiprocessor as a
-  /// rule, and their share of all registers, threads and shared memory.
+  /// What blocks that wait for calls take of a GPU while somebody calls: how many there are, one on a multiprocessor as
+  /// a rule, and their share of all registers, threads and shared memory.
   struct Waiting {
     uint32_t blocks = 0, multiprocessors = 0;
     double registers = 0, threads = 0, shared_memory = 0;
