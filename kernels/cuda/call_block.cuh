@@ -25,7 +25,7 @@ struct CallBlock {
   uint32_t finished;    // teams that have ended their part of a call, over all calls of this loop
   // The leading block's:
   uint32_t bell, last_bell, ahead_bell;
-  uint32_t refused;
+  uint32_t refused;              // not for the loop; known before the barrier behind which the call begins
   uint32_t routed;               // call number of the loop whose routing is known
   uint32_t bad;                  // an id is out of range, or its rank not ready
   uint64_t seen, sent, decided;  // cycles

@@ -270,7 +270,7 @@ __device__ inline void look_at_returns(const World& w, uint32_t lane, CallBlock&
 __device__ inline bool await_answers(const World& w, LaneState& s, uint32_t lane, CallBlock& b, uint32_t call,
                                      uint32_t expected, uint64_t until) {
   while (look(b.routed) != call) continue;
-  if (look(b.refused) != 0) return false;
+  if (look(b.bad) != 0) return false;
   Answers a{{}, false};
   for (uint32_t base = 0; base < w.ranks; base += 32) {
     const uint32_t r = base + warp_lane();

@@ -40,11 +40,8 @@ __device__ void route_alone(const World& w, uint32_t lane, CallBlock& b, const R
   route<Z>(w, b, room, warp_lane(), 32);
   __syncwarp();
   if (b.bad == 0) announce<Z>(w, lane, b, room.records, warp_lane(), 32);
-  if (warp_lane() == 0) {
-    if (b.bad != 0) show(b.refused, 1U);
-    __threadfence_block();
-    show(b.routed, call);
-  }
+  __threadfence_block();
+  if (warp_lane() == 0) show(b.routed, call);
 }
 
 /// The same by all the others.
@@ -55,9 +52,7 @@ __device__ void route_together(const World& w, uint32_t lane, CallBlock& b, cons
   route<Z>(w, b, room, threadIdx.x, kData);
   sync_data();
   if (b.bad == 0) announce<Z>(w, lane, b, room.records, threadIdx.x, kData);
-  if (threadIdx.x != 0) return;
-  if (b.bad != 0) show(b.refused, 1U);
-  show(b.routed, call);
+  if (threadIdx.x == 0) show(b.routed, call);
 }
 
 /// The data warps of any block: one call. The last warp follows by `routed` and `finished`.
@@ -205,7 +200,7 @@ __device__ void serve_lane(const World& w, uint32_t lane, CallBlock& b, const Ro
       watch_leader(line, loop, b, call, last);
     }
     open = __syncthreads_and(good ? 1 : 0) != 0;
-    const bool sent = open || (b.routed == call && b.refused == 0);
+    const bool sent = open || (b.routed == call && b.bad == 0);
     if (leads && sent) ++count;
     if (!open) hand_over<Z>(w, s, lane, b, sent ? Mode::again : Mode::start, room.records);
   }

@@ -22,12 +22,25 @@ constexpr uint32_t kNudge = 0x20000000U;  ///< a bell that is no call: lets a pa
 constexpr uint64_t kCopyPart = 1 << 20;   ///< a copy from or to the engine's memory keeps the thread busy
 constexpr uint64_t kMailboxBytes = sizeof(DeviceMailbox);
 
+/// Whether out shares bytes with what the call reads. A call loop writes out while it may still have to read.
+bool is_in_place(const Call& c, const Shape& s) {
+  const uint64_t slots = uint64_t{c.tokens} * s.top_k;
+  const auto meets = [&](uint64_t offset, uint64_t bytes) {
+    return offset < c.out + out_bytes(c, s) && c.out < offset + bytes;
+  };
+  const bool wire = (c.flags & kFlagWire) != 0;
+  return meets(c.x, uint64_t{c.tokens} * s.latent * (wire ? 1 : 2)) ||
+         (wire && meets(c.scales, uint64_t{c.tokens} * (s.latent / kBlock))) || meets(c.ids, slots * 8) ||
+         meets(c.weights, slots * 4) || (c.valid != 0 && meets(c.valid, sizeof(int32_t)));
+}
+
 /// Whether a call may end within a call loop: one piece, small, and nothing known against it.
 bool is_plain(const Shop& shop, const DeviceCall& call) {
   const BackendOptions& o = shop.options;
   const uint32_t tokens = call.call.tokens;
   return call.forced == Status::ok && call.dry == 0 && shop.world.world().long_way == 0 &&
-         tokens <= std::min(kLoopTokens, o.max_tokens) && tokens * o.shape.top_k <= kLoopSlots;
+         !is_in_place(call.call, o.shape) && tokens <= std::min(kLoopTokens, o.max_tokens) &&
+         tokens * o.shape.top_k <= kLoopSlots;
 }
 
 }  // namespace

@@ -78,7 +78,12 @@ __device__ inline void next_source(const World& w, Taken& taken, uint64_t loop, 
     ulonglong2 words = {0, 0};
     for (;;) {
       if (lane < 2 * kLineLanes) words = load_16(at);
-      if (__all_sync(0xFFFFFFFFU, !last || words.y == turn) != 0) break;
+      const uint64_t there = __shfl_sync(0xFFFFFFFFU, words.y, kLineLanes - 1);
+      if (there >= turn && there >> kTurnBits == loop && __all_sync(0xFFFFFFFFU, !last || words.y == there) != 0) {
+        // A slot that is used again says that what it held before has been served, without this block.
+        ticket = static_cast<uint32_t>(there & ((1ULL << kTurnBits) - 1)) - 1;
+        break;
+      }
       if (__any_sync(0xFFFFFFFFU, cycles() >= until) == 0) continue;
       if (lane == 0) taken.ticket.leave = 1;
       __syncwarp();

@@ -211,19 +211,21 @@ __device__ inline void lead_tickets(const World& w, ServeBlock& b, Tickets& t, u
   __syncwarp();
   sync_some(2, kServeThreads);  // the others have given out their last tickets
 #pragma unroll 1
-  while ((t.oldest != look(b.next)) &&
-         __any_sync(0xFFFFFFFFU, cycles() >= start + cycles_of(w, kTakeNs + kStayNs)) == 0)
+  do {  // once at least: what nobody knows of is never given up either
     static_cast<void>(look_at_tickets(w, b, t));
+  } while (t.oldest != look(b.next) &&
+           __any_sync(0xFFFFFFFFU, cycles() >= start + cycles_of(w, kTakeNs + kStayNs)) == 0);
 }
 
 /// Tickets that nobody has served in time: their sources are looked at again by the kernels behind the loop.
-__device__ inline void abandon(const World& w, const ServeBlock& b, const Tickets& t) {
+__device__ inline void abandon(const World& w, ServeBlock& b, const Tickets& t) {
   for (uint32_t slot = warp_lane(); slot < kServeTickets; slot += 32) {
     if ((t.busy >> slot & 1) == 0) continue;
     const Under& u = b.under[slot];
     Watch& watch = w.watch[u.watch];
     watch.ticket = 0;
     if (watch.pending == 0) watch.pending = u.sequence;
+    show(b.general, 1U);
   }
 }
 
