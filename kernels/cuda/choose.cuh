@@ -143,8 +143,8 @@ __device__ inline void place_rows(const World& w, uint32_t source) {
   }
 }
 
-/// A block waits for call lines, lingers for those that may be missing, and chooses what this pass serves. now: when
-/// there is something for sure, this does not wait for the first.
+/// A block waits for call lines, at the latest until `until`, lingers for those that may be missing, and chooses what
+/// this pass serves.
 __device__ inline void choose_sources(const World& w, uint64_t until) {
   ServeState& s = *w.serve;
   __shared__ Looked looked;

@@ -6,8 +6,7 @@
 
 namespace moed::cuda {
 
-/// Cycles of this multiprocessor's clock. Reading it costs next to nothing, where global_time() costs a few hundred
-/// cycles: not for loops on lines.
+/// Cycles of this multiprocessor's clock.
 __device__ inline uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
 
 /// Nanoseconds of the GPU's own clock; the same for all of its multiprocessors.
@@ -34,12 +33,6 @@ __device__ inline uint8_t load_u8(const void* at) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u8 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return static_cast<uint8_t>(v);
-}
-
-__device__ inline uint16_t load_u16(const void* at) {
-  uint16_t v;
-  asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
-  return v;
 }
 
 __device__ inline void store_u32(uint32_t* at, uint32_t v) {
@@ -180,8 +173,7 @@ __device__ inline float half_to_float(uint16_t half) {
   return v;
 }
 
-/// Orders everything before it against everything after it, for every processor of the machine.
-__device__ inline void fence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
-__device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }  ///< of this GPU alone
+/// Orders everything before it against everything after it, for all of this GPU.
+__device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 }  // namespace moed::cuda

@@ -143,7 +143,7 @@ __device__ void take_row(const World& w, Taken& taken, uint32_t which, uint32_t 
   }
 }
 
-/// The sum of a row's local weights in slot order; NaN and false: an id is out of range. A warp.
+/// The sum of a row's local weights in slot order. False: an id is out of range. A warp.
 template <class Z>
 __device__ bool weigh_row(const World& w, const uint8_t* row, float& sum) {
   const uint32_t k = warp_lane();

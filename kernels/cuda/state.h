@@ -258,7 +258,7 @@ struct World {
   const DeviceLayer* layers;  ///< [layers]
   uint32_t model_layers;      ///< entries of it; the others are identity
   Board* board;
-  const uint32_t* doorbell;  ///< the same word of our own
+  const uint32_t* doorbell;  ///< of this rank: the word that sources add to
   uint64_t* begun;           ///< [lanes_all + 1] passes begun: of each lane, and of serving
   // Loops
   uint32_t call_blocks, serve_blocks;

@@ -184,8 +184,8 @@ __device__ inline uint32_t touch_row(uint16_t* out, uint32_t columns) {
   return all;
 }
 
-/// Tokens first, first + step, ... below `end`, by a team. set(i): the ranks
-/// whose partials the i-th has; the same for all threads. rows: room for two rows of L BF16 values in shared memory.
+/// Tokens first, first + step, ... below `end`, by a team. set(i): the ranks whose partials the i-th has; the same for
+/// all threads. rows: room for two rows of L BF16 values in shared memory.
 /// stop(token, rank, found, missing): as in sum_lines; what has stopped leaves rubbish in its out.
 template <class Z, class Set, class Stop>
 __device__ void sum_tokens(const World& w, const Peer* peers, uint32_t lane, uint32_t first, uint32_t step,

@@ -1,5 +1,6 @@
-// The only loops on flags. All are bounded, look at a disarm word, and never longer than 1 ms: a process that is killed
-// while a longer kernel runs takes other clients of its GPU along (design.md section 8).
+// The loops on flags of the kernels behind the loops; loop.cuh has those of the loops. All are bounded, look at a
+// disarm word, and never longer than 1 ms: a process that is killed while a longer kernel runs takes other clients of
+// its GPU along (design.md section 8).
 #pragma once
 
 #include "kernels/cuda/ptx.cuh"
@@ -28,16 +29,6 @@ __device__ inline Seen wait_line(const std::byte* line, uint64_t awaited, uint64
     if (found > awaited) return Seen::newer;
     const bool late = __shfl_sync(line_mask(), global_time(), 0, kLineLanes) >= until;
     if (late) return Seen::older;
-  }
-}
-
-/// One thread waits until `word` is not 0, at the latest until `until` or until a disarm word is set. Returns the word;
-/// 0: it did not come.
-__device__ inline uint32_t wait_word(const uint32_t* word, uint64_t until, const uint32_t* disarm_all,
-                                     const uint32_t* disarm) {
-  for (;;) {
-    const uint32_t seen = load_u32_acquire(word);
-    if (seen != 0 || load_u32(disarm_all) != 0 || load_u32(disarm) != 0 || global_time() >= until) return seen;
   }
 }
 

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -20,6 +19,7 @@
 #include "daemon/abi/fd.h"
 #include "daemon/abi/futex.h"
 #include "kernels/backend.h"
+#include "tests/bench/percentile.h"
 #include "tests/support/cases.h"
 #include "tests/support/link.h"
 #include "tests/support/oracle.h"
@@ -132,13 +132,8 @@ struct Times {
   }
 };
 
-/// Microseconds below which `share` of the values lie, by nearest rank.
-double percentile(std::vector<uint64_t> values, double share) {
-  const auto rank = static_cast<size_t>(std::ceil(share * static_cast<double>(values.size())));
-  const auto at = values.begin() + static_cast<ptrdiff_t>(std::max<size_t>(rank, 1) - 1);
-  std::nth_element(values.begin(), at, values.end());
-  return static_cast<double>(*at) * 1e-3;
-}
+/// A percentile of nanoseconds, in microseconds.
+double percentile(const std::vector<uint64_t>& values, double share) { return bench::percentile(values, share) * 1e-3; }
 
 class Bench {
  public:
