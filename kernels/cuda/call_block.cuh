@@ -6,47 +6,81 @@
 
 namespace moed::cuda {
 
-inline constexpr uint32_t kTeams = 1, kData = kTeams * kTeam;  // a block has as many tokens in hand
-inline constexpr uint32_t kLoopThreads = kData + 32;           // the last warp waits while the others work
-inline constexpr uint32_t kInputs = 2;                         // tokens whose x is under way or there
+inline constexpr uint32_t kLoopThreads = kTeam + 32;  // the last warp waits while the others work
+inline constexpr uint32_t kInputs = 2;                // tokens whose x is under way or there
 inline constexpr uint32_t kLoopWords = kLoopTokens / 32;
+inline constexpr uint32_t kAlone = 64;       // slots that one warp routes while the others quantise
+inline constexpr uint32_t kManyBlocks = 16;  // of so many the leading one has no tokens of larger calls
+inline constexpr uint32_t kAllRouted = 255;
+
+/// A call as its leading block will tell of it. The return lines of its ranks may come after its end: nothing but their
+/// times is missing then.
+struct Told {
+  RankSet waiting;                     // ranks whose return line has not come
+  uint64_t count;                      // of the call
+  uint64_t seen, sent, decided, done;  // global_time; decided: when all had answered; done: 0 before its end
+  uint32_t slowest, failed;            // ns that the slowest rank took; a rank has not served it
+  uint32_t open;                       // it has ended and the host has not been told
+  CallRecord record;
+};
 
 /// What a block of the loop shares.
 struct CallBlock {
   Peer peer[kMaxRanks];
-  SumShared sums[kTeams];
+  SumShared sums;
   CallTicket ticket;
   DeviceCall now, ahead;  // the leading block's: the present call, and the record that is likely to be next
   std::byte* arena;
-  uint64_t turn;        // the present ticket's number; 0: the loop ends
-  uint32_t picture;     // that `peer` is from; ~0: none
-  uint64_t next_count;  // that its sequences are of
-  uint32_t stop;        // the data warps leave what they wait for
-  uint32_t finished;    // teams that have ended their part of a call, over all calls of this loop
+  uint64_t turn;         // the present ticket's number; 0: the loop ends
+  uint32_t picture;      // that `peer` is from; ~0: none
+  uint64_t next_count;   // that its sequences are of
+  uint32_t stop;         // the data warps leave what they wait for
+  uint32_t index;        // among the blocks that follow, from 1 in the order in which they have begun; 0: it leads
+  uint32_t first, step;  // this block's tokens of the present call
+  uint32_t routed;       // call of the loop << 8 | tokens whose routing is known, of this block; kAllRouted: of all
+  uint32_t finished;     // call of the loop whose part of this block is done
   // The leading block's:
   uint32_t bell, last_bell, ahead_bell;
-  uint32_t refused;              // not for the loop; known before the barrier behind which the call begins
-  uint32_t routed;               // call number of the loop whose routing is known
-  uint32_t bad;                  // an id is out of range, or its rank not ready
-  uint64_t seen, sent, decided;  // cycles
+  uint32_t refused;  // not for the loop; known before the barrier behind which the call begins
+  uint32_t bad;      // an id is out of range, or its rank not ready
   uint32_t bits[kMaxRanks][kLoopWords];
-  CallRecord record;
+  Told told[2];  // by the number of the call in this loop
 };
 
-__device__ inline bool is_control() { return threadIdx.x >= kData; }
+__device__ inline bool is_control() { return threadIdx.x >= kTeam; }
 /// The same for a whole warp.
 __device__ inline bool stopped(const CallBlock& b) { return __any_sync(0xFFFFFFFFU, look(b.stop) != 0) != 0; }
 
-/// This thread's team, and the token that it begins with: teams of all blocks take them in turn.
-__device__ inline uint32_t team() { return threadIdx.x / kTeam; }
-__device__ inline uint32_t first_token() { return blockIdx.x + team() * gridDim.x; }
-__device__ inline uint32_t token_step() { return kTeams * gridDim.x; }
-/// All data warps.
-__device__ inline void sync_data() { sync_some(1 + kTeams, kData); }
+/// Whether the leading block's last warp routes a call while the others quantise its first token: there is little to
+/// route.
+template <class Z>
+__device__ bool routes_alone(const World& w, const CallBlock& b) {
+  return b.ticket.valid * Z::top_k(w) <= kAlone;
+}
 
-/// Where everything of the dynamic shared memory lies; rows and inputs are of this thread's team.
+/// The present call's number within its loop, from 1.
+__device__ inline uint32_t call_number(const CallBlock& b) {
+  return static_cast<uint32_t>(b.turn) & ((1U << kTurnBits) - 1);
+}
+
+/// Which tokens of the ticket's call are this block's: all blocks that have begun take them in turn. Of larger calls
+/// the leading block has none when there are blocks enough: it has the routing of all to check.
+template <class Z>
+__device__ void share_tokens(const World& w, CallBlock& b) {
+  const uint32_t blocks = b.ticket.blocks;
+  const bool all = routes_alone<Z>(w, b) || blocks < kManyBlocks;
+  b.step = all ? blocks : blocks - 1;
+  b.first = b.index >= blocks ? ~0U : all ? b.index : b.index - 1;  // ~0 for the leading one, too
+}
+/// Blocks beside the leading one that have tokens.
+__device__ inline uint32_t busy_followers(const CallBlock& b) {
+  const uint32_t blocks = min(b.ticket.tokens, b.step);
+  return b.step != b.ticket.blocks ? blocks : blocks == 0 ? 0 : blocks - 1;
+}
+
+/// Where everything of the dynamic shared memory lies.
 struct Room {
-  uint8_t* records;  // routing of tokens: ids, weights, ranks; whole lines' payload each
+  uint8_t* records;  // routing of tokens: ids, weights, ranks
   uint8_t* raw;      // the leading block: ids and weights as the engine has them
   uint8_t* rows;     // two row records
   uint8_t* inputs;   // x of kInputs tokens; later two rows of the sum
@@ -56,11 +90,11 @@ template <class Z>
 __host__ __device__ uint32_t room_part(const World& w, uint32_t part) {
   const uint32_t most = kLoopSlots / Z::top_k(w);
   const uint32_t tokens = kLoopTokens < most ? kLoopTokens : most;
-  const uint32_t bytes = part == 0   ? tokens * Z::token_lines(w) * kLinePayload
+  const uint32_t bytes = part == 0   ? tokens * Z::routing_bytes(w)
                          : part == 1 ? tokens * Z::top_k(w) * 12 + 16
                          : part == 2 ? 2 * Z::row_stride(w)
                                      : kInputs * Z::latent(w) * 2;
-  return (bytes + 15) / 16 * 16 * (part < 2 ? 1 : kTeams);
+  return (bytes + 15) / 16 * 16;
 }
 template <class Z>
 __device__ Room room_in(const World& w, uint8_t* memory) {
@@ -69,30 +103,17 @@ __device__ Room room_in(const World& w, uint8_t* memory) {
   room.raw = room.records + room_part<Z>(w, 0);
   room.rows = room.raw + room_part<Z>(w, 1);
   room.inputs = room.rows + room_part<Z>(w, 2);
-  if (is_control()) return room;
-  room.rows += team() * (room_part<Z>(w, 2) / kTeams);
-  room.inputs += team() * (room_part<Z>(w, 3) / kTeams);
   return room;
 }
 
-/// Bytes of a token's record in shared memory.
-template <class Z>
-__device__ uint32_t record_stride(const World& w) {
-  return Z::token_lines(w) * kLinePayload;
-}
 template <class Z>
 __device__ RankSet& ranks_of(const World& w, uint8_t* record) {
   return *reinterpret_cast<RankSet*>(record + Z::top_k(w) * 8);
 }
 
-/// The line of the loop's tickets; the token records lie behind it.
-template <class Z>
-__device__ std::byte* ticket_line(const World& w, uint32_t lane) {
-  return reinterpret_cast<std::byte*>(w.call_ticket + uint64_t{lane} * (1 + kLoopTokens * Z::token_lines(w)));
-}
-template <class Z>
-__device__ std::byte* token_line(const World& w, uint32_t lane, uint32_t token, uint32_t l) {
-  return ticket_line<Z>(w, lane) + (1 + token * Z::token_lines(w) + l) * kLineBytes;
+/// The line of the loop's tickets.
+__device__ inline std::byte* ticket_line(const World& w, uint32_t lane) {
+  return reinterpret_cast<std::byte*>(w.call_ticket + lane);
 }
 
 /// The links of the ticket's picture, when it is another one, and the sequences of call `count`. The last warp.
@@ -128,74 +149,140 @@ __device__ TokenInput input_of(const World& w, const CallBlock& b, uint32_t t) {
   return {b.arena + ticket.x + uint64_t{t} * n, b.arena + ticket.scales + uint64_t{t} * (n / kBlock)};
 }
 
-/// Starts copying x of this team's first tokens; one group of copies each, with tokens or without.
+/// Starts copying x of this block's first tokens; one group of copies each, with tokens or without.
 template <class Z>
 __device__ void fetch_first(const World& w, const CallBlock& b, const Room& room) {
-  uint32_t t = first_token();
+  uint32_t t = b.first;
 #pragma unroll 1
-  for (uint32_t i = 0; i < kInputs; ++i, t += token_step()) {
+  for (uint32_t i = 0; i < kInputs; ++i, t += b.step) {
     if (t < b.ticket.valid) fetch_input<Z>(w, input_of<Z>(w, b, t), room.inputs + i * (Z::latent(w) * 2));
     commit_copies();
   }
 }
 
-/// Dispatches this team's tokens; routing: of the first one, the others' `each` bytes apart. await_routing() is called
-/// when the first token is quantised; false: nothing is sent.
+/// Dispatches this block's tokens; routing: of the first one, the others' `each` bytes apart. await_routing(i) is
+/// called when the i-th token is quantised; false: nothing more is sent.
 template <class Z, class Await>
 __device__ bool dispatch_tokens(const World& w, uint32_t lane, const CallBlock& b, const Room& room, uint8_t* routing,
                                 uint32_t each, Await await_routing) {
   uint32_t i = 0;
 #pragma unroll 1
-  for (uint32_t t = first_token(); t < b.ticket.valid; t += token_step(), ++i, routing += each) {
+  for (uint32_t t = b.first; t < b.ticket.valid; t += b.step, ++i, routing += each) {
     uint8_t* const row = room.rows + i % 2 * Z::row_stride(w);
     uint8_t* const slot = room.inputs + i % kInputs * (Z::latent(w) * 2);
     const TokenInput in = input_of<Z>(w, b, t);
     wait_copies<kInputs - 1>();
     sync_team();
     make_codes<Z>(w, in, slot, row);
-    if (i == 0 && !await_routing()) return false;
+    if (!await_routing(i)) return false;
     if (team_thread() < Z::top_k(w))  // ids and weights
       reinterpret_cast<uint64_t*>(row)[team_thread()] = reinterpret_cast<const uint64_t*>(routing)[team_thread()];
     sync_team();
-    const uint32_t later = t + kInputs * token_step();
+    const uint32_t later = t + kInputs * b.step;
     if (later < b.ticket.valid) fetch_input<Z>(w, input_of<Z>(w, b, later), slot);
     commit_copies();
     store_row<Z>(w, b.peer, lane, t, ranks_of<Z>(w, routing), row);
   }
-  return i != 0 || await_routing();
+  return i != 0 || await_routing(0);
 }
 
-/// Zeros for padding among this team's tokens.
+/// Zeros for padding among this block's tokens.
 template <class Z>
-__device__ __noinline__ void zero_padding(const World& w, const CallBlock& b) {
+__device__ __noinline__ uint32_t zero_padding(const World& w, const CallBlock& b, bool settle) {
   const uint32_t n = Z::latent(w);
-  for (uint32_t token = first_token(); token < b.ticket.tokens; token += token_step()) {
+  uint32_t before = 0;
+  for (uint32_t token = b.first; token < b.ticket.tokens; token += b.step) {
     if (token < b.ticket.valid) continue;
     auto* const to = reinterpret_cast<uint16_t*>(b.arena + b.ticket.out) + uint64_t{token} * n;
-    for (uint32_t p = team_thread(); p < n / 8; p += kTeam) store_16(to + p * 8, {0, 0});
+    for (uint32_t p = team_thread(); p < n / 8; p += kTeam) before |= put_16(to + p * 8, {0, 0}, settle);
   }
+  return before;
 }
 
-/// Sums up this team's tokens and writes out, padding as zeros. Nothing is left under way when it returns.
+/// Sums up this block's tokens and writes out, padding as zeros. Nothing is left under way when it returns.
 template <class Z>
 __device__ void sum_up(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint8_t* routing, uint32_t each) {
   const CallTicket& t = b.ticket;
   const bool real = layer_experts(w, t.layer) != nullptr;
   const SumCall call = {real ? w.layers[t.layer - w.shape.first_layer].norm : nullptr,
-                        w.shape.reduce == Reduce::sum_rmsnorm && (t.flags & kFlagNoNorm) == 0};
+                        w.shape.reduce == Reduce::sum_rmsnorm && (t.flags & kFlagNoNorm) == 0,
+                        w.settle == kSettleTouch};
   auto* const out = reinterpret_cast<uint16_t*>(b.arena + t.out);
-  sum_tokens<Z>(
-      w, b.peer, lane, first_token(), token_step(), t.valid, call, out, reinterpret_cast<uint16_t*>(room.inputs),
-      b.sums[team()], [&](uint32_t i) { return ranks_of<Z>(w, routing + i * each); },
+  uint32_t before = sum_tokens<Z>(
+      w, b.peer, lane, b.first, b.step, t.valid, call, out, reinterpret_cast<uint16_t*>(room.inputs), b.sums,
+      [&](uint32_t i) { return ranks_of<Z>(w, routing + i * each); },
       [&](uint32_t, uint32_t, uint64_t, bool) { return stopped(b); });
-  if (t.valid < t.tokens) zero_padding<Z>(w, b);
-  uint32_t all = 0;
-#pragma unroll 1
-  for (uint32_t token = first_token(); w.settle == kSettleTouch && token < t.tokens; token += token_step())
-    all |= touch_row(out + uint64_t{token} * Z::latent(w), Z::latent(w));
+  if (t.valid < t.tokens) before |= zero_padding<Z>(w, b, call.settle);
   if (w.settle == kSettleFence) fence_gpu();
-  if (all == 0x12345678U) show(b.stop, look(b.stop));  // so that what was touched is waited for
+  if (before == 0x12345678U) show(b.stop, look(b.stop));  // so that what was there before is waited for
   sync_team();
+}
+
+/// A rank of one slot of a token: into the token's ranks.
+template <class Z>
+__device__ void note_rank(const World& w, uint8_t* record, uint32_t r) {
+  atomicOr(reinterpret_cast<uint32_t*>(&ranks_of<Z>(w, record)) + r / 32, 1U << (r % 32));
+}
+
+/// The ranks of all slots of a token that neighbouring lanes have: K is a power of two and there are 32 ranks at most.
+template <class Z>
+__device__ uint32_t all_ranks(const World& w, uint32_t ranks) {
+#pragma unroll
+  for (uint32_t i = 1; i < 32; i *= 2)
+    if (i < Z::top_k(w)) ranks |= __shfl_xor_sync(0xFFFFFFFFU, ranks, i);
+  return ranks;
+}
+template <class Z>
+__device__ bool routes_together(const World& w) {
+  return (Z::top_k(w) & (Z::top_k(w) - 1)) == 0 && w.ranks <= 32;
+}
+
+/// A slot's id and weight into its token's record. Whether the id is of an expert; -1 is not, and not bad.
+template <class Z>
+__device__ bool put_slot(const World& w, uint8_t* record, uint32_t slot, int64_t id, float weight) {
+  reinterpret_cast<int32_t*>(record)[slot] = static_cast<int32_t>(id);
+  reinterpret_cast<float*>(record + Z::top_k(w) * 4)[slot] = weight;
+  return id >= 0 && id < static_cast<int64_t>(w.shape.experts);
+}
+
+/// The routing of this block's own tokens, read where the engine has it: the leading block checks that of all, and what
+/// is bad there ends the call for all. The last warp of a block that follows; the others go on token by token.
+template <class Z>
+__device__ void route_own(const World& w, CallBlock& b, const Room& room, uint32_t call) {
+  const uint32_t k = Z::top_k(w);
+  const uint32_t own = b.first < b.ticket.valid ? (b.ticket.valid - b.first + b.step - 1) / b.step : 0;
+#pragma unroll 1
+  for (uint32_t base = 0; base < own * k; base += 32) {
+    const uint32_t s = base + warp_lane();
+    const uint32_t i = s * w.per_slot >> 16;
+    const uint32_t slot = s - i * k;
+    const uint64_t at = uint64_t{b.first + i * b.step} * k + slot;
+    uint8_t* const record = room.records + i * Z::routing_bytes(w);
+    uint32_t r = kMaxRanks;
+    if (s < own * k) {
+      const std::byte* const id = b.arena + b.ticket.ids;
+      const std::byte* const weight = b.arena + b.ticket.weights;
+      const bool wide = (b.ticket.flags & kFlagIds64) != 0;
+      const bool half = (b.ticket.flags & kFlagWeights16) != 0;
+      const float value = half ? bf16_to_float(load_u16(weight + at * 2))
+                               : float_of(load_u32(reinterpret_cast<const uint32_t*>(weight) + at));
+      const int64_t e = wide ? static_cast<int64_t>(load_u64(reinterpret_cast<const uint64_t*>(id) + at))
+                             : static_cast<int32_t>(load_u32(reinterpret_cast<const uint32_t*>(id) + at));
+      if (put_slot<Z>(w, record, slot, e, value)) r = owner_of(w, static_cast<uint32_t>(e));
+      if (r < kMaxRanks && b.peer[r].ready == 0) r = kMaxRanks;
+      if (slot == 0) ranks_of<Z>(w, record) = {};
+    }
+    __syncwarp();
+    if (routes_together<Z>(w)) {
+      const uint32_t ranks = all_ranks<Z>(w, r < 32 ? 1U << r : 0);
+      if (s < own * k && slot == 0) ranks_of<Z>(w, record).word[0] = ranks;
+    } else if (r < kMaxRanks) {
+      note_rank<Z>(w, record, r);
+    }
+    __threadfence_block();
+    __syncwarp();
+    if (warp_lane() == 0) show(b.routed, call << 8 | min((base + 32) / k, kAllRouted));
+  }
 }
 
 // ---- How the blocks that follow hear of calls.
@@ -214,47 +301,21 @@ __device__ inline uint64_t read_ticket(const std::byte* line, uint64_t loop, Cal
 
 /// The last warp, while the others work: they stop when the leading block has gone on, or when it is too late.
 __device__ inline void watch_leader(const std::byte* line, uint64_t loop, CallBlock& b, uint32_t call, uint64_t until) {
-  while (__any_sync(0xFFFFFFFFU, look(b.finished) != call * kTeams) != 0) {
-    if (read_ticket(line, loop, b, false) == 0 && __any_sync(0xFFFFFFFFU, cycles() >= until) == 0) continue;
+  while (__any_sync(0xFFFFFFFFU, look(b.finished) != call) != 0) {
+    if (read_ticket(line, loop, b, false) == 0 && !is_late(until)) continue;
     if (warp_lane() == 0) show(b.stop, 1U);
   }
 }
 
-/// The routing of this team's tokens, as the leading block publishes it: eight lanes a line. False: stopped.
-template <class Z>
-__device__ bool read_tokens(const World& w, uint32_t lane, const CallBlock& b, uint8_t* records) {
-  const uint32_t part = threadIdx.x % kLineLanes;
-  const uint32_t lines = Z::token_lines(w);
-  const uint32_t step = token_step();
-  const uint32_t own = b.ticket.valid <= step ? 1 : (b.ticket.valid - first_token() + step - 1) / step;
-#pragma unroll 1
-  for (uint32_t base = team_thread() / 32 * 4; base < own * lines; base += kTeamGroups) {
-    const uint32_t i = base + warp_lane() / kLineLanes;
-    const bool mine = i < own * lines;
-    const uint32_t which = i / lines;
-    const std::byte* const line = token_line<Z>(w, lane, first_token() + which * step, i - which * lines) + part * 16;
-    ulonglong2 words = {0, 0};
-    for (;;) {
-      if (mine) words = load_16(line);
-      const bool there = __shfl_sync(0xFFFFFFFFU, words.y, kLineLanes - 1, kLineLanes) == b.turn;
-      if (__all_sync(0xFFFFFFFFU, there || !mine) != 0 || stopped(b)) break;
-    }
-    if (!mine) continue;
-    auto* const to = reinterpret_cast<uint64_t*>(records + i * kLinePayload) + part * 2;
-    to[0] = words.x;
-    if (part < kLineLanes - 1) to[1] = words.y;
-  }
-  return !any_of_some(1 + team(), kTeam, look(b.stop) != 0);
-}
-
 /// A following block waits for the next ticket; b.turn = 0: the loop ends. The last warp.
-__device__ inline void await_ticket(const World& w, const std::byte* line, uint64_t loop, CallBlock& b,
-                                    uint64_t until) {
+template <class Z>
+__device__ void await_ticket(const World& w, const std::byte* line, uint64_t loop, CallBlock& b, uint64_t until) {
   uint64_t found = 0;
-  while (found == 0 && __any_sync(0xFFFFFFFFU, cycles() >= until) == 0) found = read_ticket(line, loop, b, true);
+  while (found == 0 && !is_late(until)) found = read_ticket(line, loop, b, true);
   if (warp_lane() == 0) {
     b.stop = 0;
     b.turn = found == 0 || b.ticket.leave != 0 ? 0 : found;
+    share_tokens<Z>(w, b);
   }
   if (found != 0) load_peers(w, b, b.ticket.count);
 }

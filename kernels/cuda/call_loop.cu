@@ -11,24 +11,18 @@
 namespace moed::cuda {
 namespace {
 
-/// Empties what a call's routing is collected in. The data warps, while they wait.
+/// Empties what a call's routing is collected in, and what will be told of it. The data warps, while they wait.
 template <class Z>
-__device__ void clear(const World& w, CallBlock& b, const Room& room) {
+__device__ void clear(const World& w, CallBlock& b, Told& told, const Room& room) {
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < w.ranks * kLoopWords; i += kData) b.bits[i / kLoopWords][i % kLoopWords] = 0;
+  for (uint32_t i = threadIdx.x; i < w.ranks * kLoopWords; i += kTeam) b.bits[i / kLoopWords][i % kLoopWords] = 0;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < kLoopTokens && i * Z::top_k(w) < kLoopSlots; i += kData)
-    ranks_of<Z>(w, room.records + i * record_stride<Z>(w)) = {};
+  for (uint32_t i = threadIdx.x; i < kLoopTokens && i * Z::top_k(w) < kLoopSlots; i += kTeam)
+    ranks_of<Z>(w, room.records + i * Z::routing_bytes(w)) = {};
   const uint32_t used = offsetof(CallRecord, peer) / 4 + w.ranks * static_cast<uint32_t>(sizeof(CallRecord::Peer)) / 4;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < used; i += kData)
-    reinterpret_cast<uint32_t*>(&b.record)[i] = i == offsetof(CallRecord, last) / 4 ? kNoRank : 0;
-}
-
-/// Whether the last warp routes a call while the others quantise its first token: there is little to route.
-template <class Z>
-__device__ bool routes_alone(const World& w, const CallBlock& b) {
-  return b.ticket.valid * Z::top_k(w) <= 64;
+  for (uint32_t i = threadIdx.x; i < used; i += kTeam)
+    reinterpret_cast<uint32_t*>(&told.record)[i] = i == offsetof(CallRecord, last) / 4 ? kNoRank : 0;
 }
 
 /// The routing of the call, by the leading block's last warp.
@@ -39,49 +33,49 @@ __device__ void route_alone(const World& w, uint32_t lane, CallBlock& b, const R
   __syncwarp();
   route<Z>(w, b, room, warp_lane(), 32);
   __syncwarp();
-  if (b.bad == 0) announce<Z>(w, lane, b, room.records, warp_lane(), 32);
+  if (b.bad == 0) announce(w, lane, b, warp_lane(), 32);
   __threadfence_block();
-  if (warp_lane() == 0) show(b.routed, call);
+  if (warp_lane() == 0) show(b.routed, call << 8 | kAllRouted);
 }
 
 /// The same by all the others.
 template <class Z>
 __device__ void route_together(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call) {
-  wait_copies<kInputs>();
-  sync_data();
-  route<Z>(w, b, room, threadIdx.x, kData);
-  sync_data();
-  if (b.bad == 0) announce<Z>(w, lane, b, room.records, threadIdx.x, kData);
-  if (threadIdx.x == 0) show(b.routed, call);
+  fetch_routing<Z>(w, b, room, threadIdx.x, kTeam);
+  wait_copies<0>();
+  sync_team();
+  route<Z>(w, b, room, threadIdx.x, kTeam);
+  sync_team();
+  if (b.bad == 0) announce(w, lane, b, threadIdx.x, kTeam);
+  if (threadIdx.x != 0) return;
+  show(b.told[call % 2].sent, global_time());
+  show(b.routed, call << 8 | kAllRouted);
 }
 
-/// The data warps of any block: one call. The last warp follows by `routed` and `finished`.
+/// The data warps of any block: one call.
 template <class Z>
 __device__ void do_tokens(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call) {
   const bool leads = blockIdx.x == 0;
-  if (leads || first_token() < b.ticket.tokens) {
-    const uint32_t stride = record_stride<Z>(w);
+  if (leads && !routes_alone<Z>(w, b)) route_together<Z>(w, lane, b, room, call);
+  if (b.first < b.ticket.tokens) {
     // The leading block has the routing of all tokens; the others of theirs.
-    uint8_t* const routing = room.records + team() * (leads ? gridDim.x : kLoopTokens / 4) * stride;
-    const uint32_t each = (leads ? token_step() : 1) * stride;
-    const bool alone = routes_alone<Z>(w, b);
-    if (leads && !alone) fetch_routing<Z>(w, b, room, threadIdx.x, kData);
+    const uint32_t stride = Z::routing_bytes(w);
+    const uint32_t each = (leads ? b.step : 1) * stride;
     fetch_first<Z>(w, b, room);
-    if (leads && !alone) route_together<Z>(w, lane, b, room, call);
-    const bool go = dispatch_tokens<Z>(w, lane, b, room, routing, each, [&] {
-      if (!leads) return first_token() >= b.ticket.valid || read_tokens<Z>(w, lane, b, routing);
-      while (look(b.routed) != call) continue;
-      return look(b.bad) == 0;
+    const bool go = dispatch_tokens<Z>(w, lane, b, room, room.records, each, [&](uint32_t i) {
+      if (!leads && b.first >= b.ticket.valid) return true;
+      while (look(b.routed) < (call << 8 | (leads ? kAllRouted : i + 1))) continue;
+      return !leads || look(b.bad) == 0;
     });
     wait_copies<0>();
     sync_team();
     if (go) {
-      if (threadIdx.x == 0) show(b.sent, cycles());
-      sum_up<Z>(w, lane, b, room, routing, each);
-      if (!leads && team_thread() == 0 && look(b.stop) == 0) add_u32(&w.lane[lane].arrived, 1);
+      if (leads && threadIdx.x == 0) show(b.told[call % 2].sent, global_time());
+      sum_up<Z>(w, lane, b, room, room.records, each);
+      if (!leads && threadIdx.x == 0 && look(b.stop) == 0) add_u32(&w.lane[lane].arrived, 1);
     }
   }
-  if (team_thread() == 0) atomicAdd(&b.finished, 1U);
+  if (threadIdx.x == 0) show(b.finished, call);
 }
 
 /// The leading block waits for a bell and takes its call; b.turn = 0: the loop ends. The last warp. What is likely to
@@ -92,138 +86,175 @@ __device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBloc
   if (b.picture != ~0U) load_peers(w, b, count);  // most likely those of the call that comes
   const Guess same = guess(b, b.now, b.last_bell, count);
   const Guess next = guess(b, b.ahead, b.ahead_bell, count);
-  std::byte* const line = ticket_line<Z>(w, lane);
-  uint32_t* const bell_word = &s.mailbox->bell;
+  std::byte* const line = ticket_line(w, lane);
+  Told& told = b.told[turn % 2];
   if (warp_lane() == 0) {
     b.turn = turn;
     b.refused = b.bad = b.stop = 0;
-    b.sent = 0;
+    told.count = count;
+    told.sent = told.decided = told.done = 0;
+    told.slowest = told.failed = told.open = 0;
   }
   __syncwarp();
-  const uint32_t bell = await_bell(w, s, bell_word, b, until);
+  const uint32_t bell = await_bell(w, s, lane, b, b.told[(turn - 1) % 2], until);
   const bool known = bell != 0 && (bell == same.bell || bell == next.bell) && b.ticket.picture == b.picture;
   if (known) take_guess(line, b, bell == same.bell ? same.words : next.words, turn);
   const bool real = bell != 0 && (bell == kHostBell ? is_given(s) : bell <= kMostRecords);
   if (warp_lane() == 0) {
     b.bell = bell;
-    b.seen = cycles();
+    told.seen = global_time();
     if (!real) b.turn = 0;
     if (!real) s.mode = Mode::none;
   }
   __syncwarp();
-  if (!real || known) return;
-  read_call(w, s, lane, b, bell);
-  take_call<Z>(w, lane, b, turn, count);
+  if (!real) return;
+  if (!known) {
+    read_call(w, s, lane, b, bell);
+    take_call(w, lane, b, turn, count);
+  }
+  if (warp_lane() == 0) share_tokens<Z>(w, b);
+  __syncwarp();
 }
 
-/// What is left to do when the other warps are at work.
-__device__ void settle_bell(LaneState& s, CallBlock& b) {
-  if (warp_lane() == 0) store_u32(&s.mailbox->bell, 0);
-  if (b.bell == b.last_bell || b.bell != b.ahead_bell) return;
+/// What is left to do with the bell when the other warps are at work. What was found in it, to be waited for later.
+__device__ uint32_t settle_bell(LaneState& s, CallBlock& b) {
+  uint32_t rung = 0;
+  if (warp_lane() == 0) rung = exchange_u32(&s.mailbox->bell, 0);
+  if (b.bell == b.last_bell || b.bell != b.ahead_bell) return rung;
   const uint32_t part = warp_lane();
   if (part < sizeof(DeviceCall) / 16)
     reinterpret_cast<ulonglong2*>(&b.now)[part] = reinterpret_cast<const ulonglong2*>(&b.ahead)[part];
   if (part == 0) b.last_bell = b.bell;
   __syncwarp();
+  return rung;
 }
 
 /// What only the leading block does before and after the calls of a loop.
-__device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBlock& b) {
-  if (threadIdx.x == kData) b.ticket.picture = begin_pass(w, lane, w.board->lane[lane].begun);
+__device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBlock& b, uint64_t loop) {
+  if (threadIdx.x == kTeam)
+    b.ticket.picture = loop % kLoopsPerPass == 1 ? begin_pass(w, lane, w.board->lane[lane].begun) : load_u32(w.present);
   __syncthreads();
   if (s.running == 0) return true;
-  if (threadIdx.x == kData) {  // an earlier pass has begun it: the kernels behind go on
+  if (threadIdx.x == kTeam) {  // an earlier pass has begun it: the kernels behind go on
     s.picture = b.ticket.picture;
     s.mode = s.ended != Status::pending ? Mode::fail : s.sent != 0 ? Mode::wait : Mode::piece;
   }
   return false;
 }
-template <class Z>
 __device__ void end_loop(const World& w, uint32_t lane, uint64_t turn) {
   static_assert(offsetof(CallTicket, leave) % 16 == 0);
   __syncthreads();
   if (threadIdx.x >= kLineLanes || gridDim.x == 1) return;
-  store_line(ticket_line<Z>(w, lane), {threadIdx.x == offsetof(CallTicket, leave) / 16 ? 1ULL : 0ULL, 0}, turn);
+  store_line(ticket_line(w, lane), {threadIdx.x == offsetof(CallTicket, leave) / 16 ? 1ULL : 0ULL, 0}, turn);
 }
 
 /// The last warp of the leading block, once the call is known: until it has ended. False: it has to be handed over.
 template <class Z>
 __device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, CallBlock& b, const Room& room,
-                                  uint32_t call, uint32_t& arrived, uint64_t last) {
-  if (routes_alone<Z>(w, b)) route_alone<Z>(w, lane, b, room, call);
+                                  uint32_t expected, uint64_t last) {
+  const uint32_t call = call_number(b);
+  Told& told = b.told[call % 2];
+  Told& before = b.told[(call + 1) % 2];
+  const uint32_t rung = settle_bell(s, b);
+  if (b.refused == 0 && routes_alone<Z>(w, b)) route_alone<Z>(w, lane, b, room, call);
+  if (before.open != 0) {  // its answers have come meanwhile, or they never do
+    look_at_returns(w, lane, b, before, before.done);
+    tell(w, lane, before);
+  }
+  if (b.refused != 0) return false;
   read_ahead(w, lane, b);
-  const uint32_t teams = min(b.ticket.tokens, token_step());
-  arrived += teams - (teams + gridDim.x - 1) / gridDim.x;  // this block's are seen by `finished`
-  const uint64_t until = min(b.seen + cycles_of(w, b.now.timeout_ns), last);
-  if (!await_answers(w, s, lane, b, call, arrived, until)) return false;
-  end_call(s, b);
+  while (look(b.routed) >> 8 != call) continue;
+  if (look(b.bad) != 0) return false;
+  const RankSet needed = needed_ranks(w, b);
+  if (warp_lane() == 0) told.waiting = needed;
+  __syncwarp();
+  if (!await_sums(w, s, lane, b, told, expected, min(told.seen + b.now.timeout_ns, last))) return false;
+  end_call(s, b, told, rung);
   return true;
+}
+
+/// One call of a loop, once all warps know it. False: the leading block has to hand it over.
+template <class Z>
+__device__ bool do_call(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call, uint32_t expected,
+                        uint64_t last) {
+  const bool leads = blockIdx.x == 0;
+  bool good = true;
+  if (!is_control()) {
+    if (b.refused == 0) do_tokens<Z>(w, lane, b, room, call);
+  } else if (leads) {
+    good = end_when_answered<Z>(w, w.lane[lane], lane, b, room, expected, last);
+  } else {
+    route_own<Z>(w, b, room, call);
+    watch_leader(ticket_line(w, lane), b.turn >> kTurnBits, b, call, last);
+  }
+  return __syncthreads_and(good ? 1 : 0) != 0;
 }
 
 /// All calls of one loop, in one flow for the block that leads and for those that follow.
 template <class Z>
-__device__ void serve_lane(const World& w, uint32_t lane, CallBlock& b, const Room& room) {
+__device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlock& b, const Room& room) {
   LaneState& s = w.lane[lane];
-  const std::byte* const line = ticket_line<Z>(w, lane);
   const bool leads = blockIdx.x == 0;
-  const Clocks began = read_clocks();
-  const uint64_t last_take = began.cycles + cycles_of(w, kTakeNs);
-  const uint64_t last = began.cycles + cycles_of(w, kTakeNs + kStayNs);
-  const uint64_t loop = s.loops + 1;
+  const uint64_t began = global_time();
+  const uint64_t last = began + kTakeNs + kStayNs;
   uint64_t turn = loop << kTurnBits;
   uint64_t count = s.count;
   uint32_t arrived = s.arrived;
-  bool open = !leads || begin_loop(w, s, lane, b);
+  bool open = !leads || begin_loop(w, s, lane, b, loop);
 #pragma unroll 1
   for (uint32_t call = 1; open; ++call) {
     ++turn;
     if (is_control()) {
       if (leads)
-        await_call<Z>(w, s, lane, b, turn, count + 1, last_take);
+        await_call<Z>(w, s, lane, b, turn, count + 1, began + kTakeNs);
       else
-        await_ticket(w, line, loop, b, last);
+        await_ticket<Z>(w, ticket_line(w, lane), loop, b, last);
     } else if (leads) {
-      if (call > 1 && threadIdx.x < 32) record_call(w, lane, b, began);
-      sync_data();
-      clear<Z>(w, b, room);
+      clear<Z>(w, b, b.told[call % 2], room);
     }
     __syncthreads();
-    if (leads && is_control() && b.bell != 0) settle_bell(s, b);
-    if (b.turn == 0) break;
-    bool good = b.refused == 0;
-    if (!good) {
-    } else if (!is_control()) {
-      do_tokens<Z>(w, lane, b, room, call);
-    } else if (leads) {
-      good = end_when_answered<Z>(w, s, lane, b, room, call, arrived, last);
-    } else {
-      watch_leader(line, loop, b, call, last);
+    if (b.turn == 0) {  // the loop ends, or it was rung by a word that names no call
+      if (!leads || !is_control()) break;
+      Told& before = b.told[(call + 1) % 2];
+      if (before.open != 0) tell(w, lane, before);
+      if (b.bell != 0) settle_bell(s, b);
+      break;
     }
-    open = __syncthreads_and(good ? 1 : 0) != 0;
-    const bool sent = open || (b.routed == call && b.bad == 0);
-    if (leads && sent) ++count;
-    if (!open) hand_over<Z>(w, s, lane, b, sent ? Mode::again : Mode::start, room.records);
+    arrived += busy_followers(b);
+    const bool told = b.refused == 0;  // to the others, who may have sent rows
+    open = do_call<Z>(w, lane, b, room, call_number(b), arrived, last);
+    if (leads && told) ++count;
+    if (!open) hand_over<Z>(w, s, lane, b, told && b.bad == 0 ? Mode::again : Mode::start, room.records);
   }
   if (!leads) return;
   if (threadIdx.x == 0) s.count = count;
-  end_loop<Z>(w, lane, turn + 1);
+  end_loop(w, lane, turn + 1);
 }
 
 template <class Z>
-__global__ void __launch_bounds__(kLoopThreads, 4) call_loop(const __grid_constant__ World w, uint32_t lane) {
+__global__ void __launch_bounds__(kLoopThreads, 4)
+    call_loop(const __grid_constant__ World w, uint32_t lane, uint32_t index) {
   extern __shared__ __align__(16) uint8_t memory[];
   __shared__ Shared<CallBlock> shared;
   CallBlock& b = in_register(shared.get());
   const Room room = room_in<Z>(w, &in_register(memory[0]));
+  const LaneState& s = w.lane[lane];
+  const uint64_t loop = s.loops * kLoopsPerPass + index + 1;
   if (threadIdx.x == 0) {
-    b.arena = w.lane[lane].arena;
+    const auto before = static_cast<uint32_t>((loop - 1) * (gridDim.x - 1));
+    b.index = blockIdx.x == 0 ? 0 : 1 + fetch_add_u32(&w.lane[lane].checked, 1) - before;
+  }
+  if (index != 0 && s.mode != Mode::none) return;  // a loop before this one has left a call to the kernels behind
+  if (threadIdx.x == 0) {
+    b.arena = s.arena;
     b.picture = ~0U;
     b.finished = b.routed = b.refused = b.last_bell = b.ahead_bell = b.bell = 0;
-    b.turn = (w.lane[lane].loops + 1) << kTurnBits;
+    b.told[0].open = b.told[1].open = 0;
+    b.turn = loop << kTurnBits;
   }
   for (uint32_t i = 0; i < 2 && !is_control(); ++i) pad_row<Z>(w, room.rows + i * Z::row_stride(w));
   __syncthreads();
-  serve_lane<Z>(w, lane, b, room);
+  serve_lane<Z>(w, lane, loop, b, room);
 }
 
 template <class Z>
@@ -249,9 +280,10 @@ cudaError_t add_call_loops(const World& w, LoopNeeds& needs) {
   });
 }
 
-void launch_call_loop(const World& w, uint32_t lane, cudaStream_t stream) {
+void launch_call_loops(const World& w, uint32_t lane, cudaStream_t stream) {
   with_sizes(w.shape, [&]<class Z>(Z) {
-    call_loop<Z><<<lane == 0 ? 1 : w.call_blocks, kLoopThreads, loop_bytes<Z>(w), stream>>>(w, lane);
+    for (uint32_t i = 0; i < kLoopsPerPass; ++i)
+      roomy(call_loop<Z>)<<<lane == 0 ? 1 : w.call_blocks, kLoopThreads, loop_bytes<Z>(w), stream>>>(w, lane, i);
   });
 }
 

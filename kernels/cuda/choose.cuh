@@ -10,10 +10,6 @@ inline constexpr uint32_t kMayMiss = 2;       ///< passes that a source may miss
 inline constexpr uint32_t kMostSources = 64;  ///< of one pass, with rows or without: choosing takes its time, too
 inline constexpr uint32_t kCallWords = kMaxTokens / 32;
 
-__device__ inline const uint32_t* bitmap_words(const CallLine& call) {
-  return reinterpret_cast<const uint32_t*>(call.bitmap);
-}
-
 __device__ inline bool is_due(const Watch& watch, uint64_t now) { return watch.pending != 0 && now >= watch.again; }
 
 /// What one look at all call lines has found, over the threads of the block.
@@ -35,8 +31,6 @@ __device__ inline void look_at(const World& w, Looked& looked, uint64_t last_loo
       if (seen >> kSessionShift == link.session && seen != watch.pending && seen > watch.served) {
         watch.pending = seen;
         watch.since = last_look;
-        watch.again = 0;
-        watch.retries = 0;
       }
     }
     if (is_due(watch, now)) looked.pending = 1;

@@ -79,7 +79,14 @@ __device__ inline const uint8_t* layer_experts(const World& w, uint32_t layer) {
   return layer == kIdentityLayer || layer < w.shape.first_layer || m >= w.model_layers ? nullptr : w.layers[m].experts;
 }
 
-__device__ inline uint64_t cycles_of(const World& w, uint64_t ns) { return ns * w.megahertz / 1000; }
+__device__ inline bool is_identity(const World& w, uint32_t layer) {
+  return layer == kIdentityLayer || (layer >= w.shape.first_layer && layer - w.shape.first_layer < w.shape.layers &&
+                                     layer_experts(w, layer) == nullptr);
+}
+
+__device__ inline const uint32_t* bitmap_words(const CallLine& call) {
+  return reinterpret_cast<const uint32_t*>(call.bitmap);
+}
 
 /// The rank that owns an expert, without a division: the quotient in FP32 is off by one at most.
 __device__ inline uint32_t owner_of(const World& w, uint32_t expert) {

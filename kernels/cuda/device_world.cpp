@@ -12,6 +12,8 @@ namespace moed::cuda {
 namespace {
 
 constexpr uint64_t kGranule = 2 << 20;  ///< of GPU memory
+constexpr uint32_t kFollowers = 64;     ///< blocks of a loop that do not lead
+constexpr uint32_t kMarks = 128 * kWatched;
 
 constexpr uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
 
@@ -66,16 +68,14 @@ bool each_array(World& w, Take take) {
   const uint64_t row_slots = rows * w.shape.top_k;
   const uint64_t pairs = w.model_layers != 0 ? w.max_pairs : 0;
   const uint64_t keys = uint64_t{w.model_layers} * w.local;
-  const uint64_t call_lines = w.layout.lanes_all * (1 + uint64_t{kLoopTokens} * token_lines(w.shape.top_k));
   return take(w.pictures, kPictures) && take(w.present, 32) && take(w.disarm, 32) && take(w.faults, 16) &&
          take(w.lane, w.layout.lanes_all) && take(w.begun, w.layout.lanes_all + 1) &&
-         take(w.calls, uint64_t{w.layout.lanes_all} * kMostRecords) && take(w.call_ticket, call_lines) &&
-         take(w.serve_ticket, 2 * kServeTickets) && take(w.result, kServeTickets) && take(w.ids, slots) &&
-         take(w.weights, slots) && take(w.serve, 1) && take(w.watch, watches) && take(w.source, sources) &&
-         take(w.place, rows) && take(w.gathered, rows * w.row_stride) && take(w.key_count, keys) &&
-         take(w.key_first, keys) && take(w.pair_key, row_slots) && take(w.pair_rank, row_slots) &&
-         take(w.pair_of, row_slots) && take(w.pair, pairs) && take(w.group, pairs) &&
-         take(w.middle, pairs * w.shape.intermediate) &&
+         take(w.calls, uint64_t{w.layout.lanes_all} * kMostRecords) && take(w.call_ticket, w.layout.lanes_all) &&
+         take(w.serve_go, 1) && take(w.mark, watches + kMarks) && take(w.ids, slots) && take(w.weights, slots) &&
+         take(w.serve, 1) && take(w.watch, watches) && take(w.source, sources) && take(w.place, rows) &&
+         take(w.gathered, rows * w.row_stride) && take(w.key_count, keys) && take(w.key_first, keys) &&
+         take(w.pair_key, row_slots) && take(w.pair_rank, row_slots) && take(w.pair_of, row_slots) &&
+         take(w.pair, pairs) && take(w.group, pairs) && take(w.middle, pairs * w.shape.intermediate) &&
          take(w.middle_scale, pairs * (w.shape.intermediate / kBlock)) && take(w.product, pairs * w.shape.latent);
 }
 
@@ -135,14 +135,15 @@ DeviceWorld::~DeviceWorld() {
   boards().free.push_back(board_);
 }
 
-/// What waits holds at most a quarter of the multiprocessors: half of it serves, half is the lanes', and the blocks
-/// that lead do not follow.
+/// What waits holds at most a quarter of the GPU: half of it serves, half is the lanes', and the blocks that lead do
+/// not follow.
 void DeviceWorld::share_multiprocessors(uint32_t count, const BackendOptions::Tuning& tuning) {
-  const uint32_t half = std::max(2U, count / 2 - 1);
+  World& w = world_;
+  const uint32_t half = std::clamp(count / 2 - 1, 2U, kFollowers + 1);
   const uint32_t left = count > half + 1 ? count - half - 1 : 1;  // lane 0 has one
-  const uint32_t each = std::clamp(left / std::max(1U, world_.layout.lanes_all - 1), 1U, 64U);
-  world_.serve_blocks = tuning.serve_blocks != 0 ? tuning.serve_blocks : half;
-  world_.call_blocks = tuning.call_blocks != 0 ? tuning.call_blocks : each;
+  const uint32_t each = std::clamp(left / std::max(1U, w.layout.lanes_all - 1), 1U, kFollowers + 1);
+  w.serve_blocks = tuning.serve_blocks != 0 ? std::clamp(tuning.serve_blocks, 2U, 129U) : half;
+  w.call_blocks = tuning.call_blocks != 0 ? tuning.call_blocks : each;
 }
 
 /// All arrays lie in one allocation, so that each does not round up to a granule of its own.
@@ -150,7 +151,6 @@ Status DeviceWorld::make(Memory& memory, const BackendOptions& options, const Gp
                          std::string& why) {
   world_ = constants(options);
   share_multiprocessors(static_cast<uint32_t>(gpu.multiprocessors), options.tuning);
-  world_.megahertz = std::max(1U, static_cast<uint32_t>(gpu.kilohertz) / 1000);
   uint64_t bytes = 0;
   each_array(world_, [&]<class T>(T*&, uint64_t count) {
     bytes += round_up(count * sizeof(T), 256);

@@ -171,14 +171,14 @@ uint32_t dispatch_bytes(const World& w) { return input_bytes(w.shape) + (w.row_s
 }  // namespace
 
 void launch_routing(const World& w, uint32_t lane, cudaStream_t stream) {
-  routing<<<kRoutingBlocks, kRoutingThreads, 0, stream>>>(w, lane);
+  roomy(routing)<<<kRoutingBlocks, kRoutingThreads, 0, stream>>>(w, lane);
 }
 void launch_admit(const World& w, uint32_t lane, cudaStream_t stream) {
-  admit<<<1, kAdmitThreads, 0, stream>>>(w, lane);
+  roomy(admit)<<<1, kAdmitThreads, 0, stream>>>(w, lane);
 }
 void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream) {
   const uint32_t blocks = min(kRowBlocks, w.layout.max_tokens);
-  dispatch<<<blocks, kRowThreads, dispatch_bytes(w), stream>>>(w, lane);
+  roomy(dispatch)<<<blocks, kRowThreads, dispatch_bytes(w), stream>>>(w, lane);
 }
 
 }  // namespace moed::cuda

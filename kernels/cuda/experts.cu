@@ -166,8 +166,8 @@ cudaError_t prepare_experts(const Shape& s) {
 
 void launch_experts(const World& w, cudaStream_t stream) {
   if (w.model_layers == 0) return;  // identity layers only
-  experts_up<<<kBlocks, kThreads, tile_bytes(w.shape.latent), stream>>>(w);
-  experts_down<<<kBlocks, kThreads, tile_bytes(w.shape.intermediate), stream>>>(w);
+  roomy(experts_up)<<<kBlocks, kThreads, tile_bytes(w.shape.latent), stream>>>(w);
+  roomy(experts_down)<<<kBlocks, kThreads, tile_bytes(w.shape.intermediate), stream>>>(w);
 }
 
 }  // namespace moed::cuda

@@ -50,6 +50,8 @@ __global__ void gather(const __grid_constant__ World w) {
 
 }  // namespace
 
-void launch_gather(const World& w, cudaStream_t stream) { gather<<<kGatherBlocks, kGatherThreads, 0, stream>>>(w); }
+void launch_gather(const World& w, cudaStream_t stream) {
+  roomy(gather)<<<kGatherBlocks, kGatherThreads, 0, stream>>>(w);
+}
 
 }  // namespace moed::cuda

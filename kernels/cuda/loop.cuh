@@ -22,10 +22,7 @@ __device__ inline void show(T& shared, T value) {
   *const_cast<volatile T*>(&shared) = value;
 }
 
-/// Where a loop's cycles and the GPU's time met.
-struct Clocks {
-  uint64_t ns, cycles;
-};
-__device__ inline Clocks read_clocks() { return {global_time(), cycles()}; }
+/// Whether it is so late, decided by one thread for its warp.
+__device__ inline bool is_late(uint64_t until) { return __any_sync(0xFFFFFFFFU, global_time() >= until) != 0; }
 
 }  // namespace moed::cuda

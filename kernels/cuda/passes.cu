@@ -56,7 +56,7 @@ cudaError_t capture(cudaStream_t stream, cudaGraphExec_t& out, Chain chain) {
 cudaError_t capture_call_pass(const World& w, uint32_t lane, cudaStream_t stream, cudaGraphExec_t& out) {
   if (const cudaError_t e = prepare_call_loop(w); e != cudaSuccess) return e;
   return capture(stream, out, [&] {
-    launch_call_loop(w, lane, stream);
+    launch_call_loops(w, lane, stream);
     launch_routing(w, lane, stream);
     launch_admit(w, lane, stream);
     launch_dispatch(w, lane, stream);
@@ -70,7 +70,7 @@ cudaError_t capture_serve_pass(const World& w, cudaStream_t stream, cudaGraphExe
   if (const cudaError_t e = prepare_experts(w.shape); e != cudaSuccess) return e;
   if (const cudaError_t e = prepare_serve_loop(w); e != cudaSuccess) return e;
   return capture(stream, out, [&] {
-    launch_serve_loop(w, stream);
+    launch_serve_loops(w, stream);
     launch_gather(w, stream);
     launch_plan(w, stream);
     launch_experts(w, stream);

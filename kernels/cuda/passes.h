@@ -8,22 +8,32 @@
 
 namespace moed::cuda {
 
+/// The kernel, to be launched where multiprocessors give all they can to shared memory. One that is never empty keeps
+/// the division with which its first block came: with the default of a small kernel the loops find no room for as long
+/// as anybody's long kernel runs there (measured: calls of milliseconds, tests/bench/RESULTS.md).
+template <class Kernel>
+Kernel* roomy(Kernel* kernel) {
+  static_cast<void>(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  return kernel;
+}
+
 // Call pass of one lane.
-void launch_call_loop(const World& w, uint32_t lane, cudaStream_t stream);  ///< bell -> done, where nothing is unusual
-void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);    ///< private, checked ids and weights
-void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);      ///< may it run; call lines of a piece
-void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);   ///< rows of a piece
-void launch_wait(const World& w, uint32_t lane, cudaStream_t stream);       ///< return lines
-void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream);     ///< sum, norm, out; zeros
-void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);     ///< next piece, or record and done
+void launch_call_loops(const World& w, uint32_t lane, cudaStream_t stream);  ///< bell -> done, where nothing is unusual
+void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);     ///< private, checked ids and weights
+void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);       ///< may it run; call lines of a piece
+void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);    ///< rows of a piece
+void launch_wait(const World& w, uint32_t lane, cudaStream_t stream);        ///< return lines
+void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream);      ///< sum, norm, out; zeros
+void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);      ///< next piece, or record and done
 
 // Serve pass.
-void launch_serve_loop(const World& w, cudaStream_t stream);  ///< call lines -> return lines, or sources
-void launch_gather(const World& w, cudaStream_t stream);      ///< rows -> private copies
-void launch_plan(const World& w, cudaStream_t stream);        ///< pairs by (layer, local expert)
-void launch_experts(const World& w, cudaStream_t stream);     ///< two products and the activation
-void launch_send(const World& w, cudaStream_t stream);        ///< weighted partials
-void launch_returns(const World& w, cudaStream_t stream);     ///< return lines, record
+void launch_serve_loops(const World& w, cudaStream_t stream);  ///< call lines -> return lines, or sources
+void launch_gather(const World& w, cudaStream_t stream);       ///< rows -> private copies
+void launch_plan(const World& w, cudaStream_t stream);         ///< pairs by (layer, local expert)
+void launch_experts(const World& w, cudaStream_t stream);      ///< two products and the activation
+void launch_send(const World& w, cudaStream_t stream);         ///< weighted partials
+void launch_returns(const World& w, cudaStream_t stream);      ///< return lines, record
 
 /// Copies of the passes, captured once. Throws nothing; an error names the call that failed.
 cudaError_t capture_call_pass(const World& w, uint32_t lane, cudaStream_t stream, cudaGraphExec_t& out);

@@ -80,6 +80,6 @@ __global__ void plan(const __grid_constant__ World w) {
 
 }  // namespace
 
-void launch_plan(const World& w, cudaStream_t stream) { plan<<<1, kPlanThreads, 0, stream>>>(w); }
+void launch_plan(const World& w, cudaStream_t stream) { roomy(plan)<<<1, kPlanThreads, 0, stream>>>(w); }
 
 }  // namespace moed::cuda

@@ -6,9 +6,6 @@
 
 namespace moed::cuda {
 
-/// Cycles of this multiprocessor's clock.
-__device__ inline uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
-
 /// Nanoseconds of the GPU's own clock; the same for all of its multiprocessors.
 __device__ inline uint64_t global_time() {
   uint64_t t;
@@ -26,6 +23,12 @@ __device__ inline uint32_t load_u32(const uint32_t* at) {
 __device__ inline uint32_t load_u32_acquire(const uint32_t* at) {
   uint32_t v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+__device__ inline uint16_t load_u16(const void* at) {
+  uint16_t v;
+  asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
   return v;
 }
 
@@ -76,23 +79,40 @@ __device__ inline uint64_t fetch_add_u64(uint64_t* at, uint64_t v) {
   return before;
 }
 
-/// A word that this thread has stored to, once that store has reached the GPU's L2: an addition of nothing, which the
-/// L2 does behind it and answers. Unlike a fence, or a load, it waits for nothing else.
-__device__ inline uint32_t touch_u32(void* at) {
-  uint32_t seen;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 0;" : "=r"(seen) : "l"(at) : "memory");
-  return seen;
-}
-
 __device__ inline uint64_t exchange_u64(uint64_t* at, uint64_t v) {
   uint64_t before;
   asm volatile("atom.relaxed.sys.global.exch.b64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(v) : "memory");
   return before;
 }
 
+__device__ inline uint32_t exchange_u32(uint32_t* at, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(v) : "memory");
+  return before;
+}
+
+/// Stores 16 bytes; what was there before, once they have reached the GPU's L2. Unlike a fence, or a load behind a
+/// store, it waits for nothing else.
+__device__ inline ulonglong2 exchange_16(void* at, ulonglong2 v) {
+  ulonglong2 before;
+  asm volatile(
+      "{ .reg .b128 v, w; mov.b128 v, {%2, %3}; atom.relaxed.gpu.global.exch.b128 w, [%4], v; mov.b128 {%0, %1}, w; }"
+      : "=l"(before.x), "=l"(before.y)
+      : "l"(v.x), "l"(v.y), "l"(at)
+      : "memory");
+  return before;
+}
+
 /// Adds 1 to a word of any GPU, waits for nothing.
 __device__ inline void ring(uint32_t* at) {
   asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" ::"l"(at) : "memory");
+}
+
+/// Adds to a word of this GPU; what it was before.
+__device__ inline uint32_t fetch_add_u32(uint32_t* at, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(v) : "memory");
+  return before;
 }
 
 /// Adds to a word, waits for nothing.

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kTeam) reduce(const __grid_constant__ World w,
   const uint32_t n = w.shape.latent;
   const bool real = layer_experts(w, c.layer) != nullptr;
   const SumCall call = {real ? w.layers[c.layer - w.shape.first_layer].norm : nullptr,
-                        w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0};
+                        w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0, false};
   const uint64_t until = global_time() + kPartialsNs;
   auto* const out = reinterpret_cast<uint16_t*>(s.arena + c.out) + uint64_t{s.done} * n;
   sum_tokens<AnySizes>(
@@ -295,14 +295,14 @@ __global__ void end_call_pass(const __grid_constant__ World w, uint32_t lane) {
 }  // namespace
 
 void launch_wait(const World& w, uint32_t lane, cudaStream_t stream) {
-  wait_returns<<<1, kWaitThreads, 0, stream>>>(w, lane);
+  roomy(wait_returns)<<<1, kWaitThreads, 0, stream>>>(w, lane);
 }
 void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream) {
-  reduce<<<kReduceBlocks, kTeam, 2 * w.shape.latent * sizeof(uint16_t), stream>>>(w, lane);
+  roomy(reduce)<<<kReduceBlocks, kTeam, 2 * w.shape.latent * sizeof(uint16_t), stream>>>(w, lane);
 }
 void launch_finish(const World& w, uint32_t lane, cudaStream_t stream) {
-  finish<<<1, kFinishThreads, 0, stream>>>(w, lane);
-  end_call_pass<<<1, 1, 0, stream>>>(w, lane);
+  roomy(finish)<<<1, kFinishThreads, 0, stream>>>(w, lane);
+  roomy(end_call_pass)<<<1, 1, 0, stream>>>(w, lane);
 }
 
 }  // namespace moed::cuda

@@ -8,11 +8,11 @@
 
 namespace moed::cuda {
 
-/// Threads that make a row, or a sum, together: a team, with a barrier of its own. A block may have several.
+/// Threads that make a row, or a sum, together: the first of a block, with a barrier of their own.
 inline constexpr uint32_t kTeam = 256;
 inline constexpr uint32_t kTeamGroups = kTeam / kLineLanes;
-__device__ inline uint32_t team_thread() { return threadIdx.x % kTeam; }
-__device__ inline void sync_team() { sync_some(1 + threadIdx.x / kTeam, kTeam); }
+__device__ inline uint32_t team_thread() { return threadIdx.x; }
+__device__ inline void sync_team() { sync_some(1, kTeam); }
 
 /// One of a token's ranks, as its lines need it. In shared memory: every token asks.
 struct Peer {

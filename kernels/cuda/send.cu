@@ -142,10 +142,10 @@ __global__ void end_serve_pass(const __grid_constant__ World w) { store_u64(&w.b
 
 }  // namespace
 
-void launch_send(const World& w, cudaStream_t stream) { send<<<kSendBlocks, kSendThreads, 0, stream>>>(w); }
+void launch_send(const World& w, cudaStream_t stream) { roomy(send)<<<kSendBlocks, kSendThreads, 0, stream>>>(w); }
 void launch_returns(const World& w, cudaStream_t stream) {
-  returns<<<1, kReturnThreads, 0, stream>>>(w);
-  end_serve_pass<<<1, 1, 0, stream>>>(w);
+  roomy(returns)<<<1, kReturnThreads, 0, stream>>>(w);
+  roomy(end_serve_pass)<<<1, 1, 0, stream>>>(w);
 }
 
 }  // namespace moed::cuda

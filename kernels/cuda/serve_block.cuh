@@ -7,116 +7,186 @@
 namespace moed::cuda {
 
 inline constexpr uint32_t kServeWorkers = 256;
-inline constexpr uint32_t kServeThreads = kServeWorkers + 32;  // the last warp speaks with other blocks
+inline constexpr uint32_t kServeThreads = kServeWorkers + 32;  // the last warp watches
 inline constexpr uint32_t kGroups = kServeWorkers / kLineLanes;
 inline constexpr uint32_t kBatch = 2;                 // rows in shared memory
+inline constexpr uint32_t kMostRows = 32;             // of a source, by one block
+inline constexpr uint32_t kMostEyes = 64;             // call lines that a block watches
 inline constexpr uint64_t kLongestPause = 5'000'000;  // between looks at a source whose rows are incomplete
 
-inline constexpr uint32_t kBad = 3;
-
-/// A ticket that is under way, as the leading block remembers it.
-struct Under {
-  uint64_t sequence, seen, queue_ns;
-  uint32_t watch, rows;
-  uint32_t number;  // 1 + the ticket's, written last
+/// A call line that a following block watches, and where its rows and answers lie.
+struct Eye {
+  const std::byte* line;
+  const std::byte* mine;
+  std::byte* theirs;
+  uint64_t floor;  // what is above it and of the same session is new; ~0: nothing is
+  uint32_t at;     // its Watch
+  uint32_t rank, lane;
+  uint32_t token;  // the first that is this block's
 };
 
 /// A source as a following block has it.
 struct alignas(128) Taken {
   CallLine call;
   uint8_t pad[16];
-  ServeTicket ticket;
-  uint32_t number;         // of the ticket, from 0
-  uint32_t offset;         // its first token that may be this block's
-  uint64_t mask;           // bit k: token offset + k * (blocks that follow) is a row of this block
+  uint64_t sequence;
+  uint64_t seen;  // global_time
+  uint32_t eye;
+  uint32_t mask;           // bit k: the eye's token + k * share is a row of this block; 0: the loop ends
   uint32_t state[kBatch];  // of a row: 0 good, kMissing, kOvertaken, or kBad
 };
-static_assert(offsetof(Taken, ticket) == kLineBytes && sizeof(ServeTicket) == 64);
+
+/// A row of a source and the warps that take and answer it: from `warp` on, `warps` of them.
+struct RowJob {
+  uint32_t which, token, warp, warps;
+  uint8_t* row;  // room for it in shared memory
+};
+
+/// What a source whose rows have been served leaves to tell the host.
+struct Ended {
+  uint64_t queue_ns, gather_ns;
+  uint32_t rows, refused;
+  uint32_t number;  // 1 + its own, written last
+};
+inline constexpr uint32_t kEnded = 64;
+
+/// How the blocks that follow share call lines: group g has every groups-th from g on, and of a source each of the
+/// `share` blocks of a group has every share-th token.
+struct Shares {
+  uint32_t groups, share;
+};
+__device__ inline Shares share_calls(const World& w, uint32_t blocks) {
+  if (blocks == 0) return {1, 0};
+  const uint32_t groups = min((w.ranks * w.layout.lanes_all + kWatched - 1) / kWatched, blocks);
+  return {groups, blocks / groups};
+}
 
 struct ServeBlock {
-  Under under[kServeTickets];
-  uint32_t next, oldest;  // tickets given out, and the oldest that is under way; from 0
+  Shares shares;
+  uint32_t index;  // among the blocks that follow, in the order in which they have begun
+  // A following block's:
+  Eye eye[kMostEyes];
+  uint32_t eyes;
+  Taken taken[2];  // the source that it serves, and the next one
+  // The leading block's:
+  Ended ended[kEnded];
+  uint32_t pushed, told;  // entries of `ended`, ever
   uint32_t present;
   uint64_t last_look;
   uint32_t general;  // a source that is not for the loop
-  uint32_t closing;  // no ticket is given out any more
-  Taken taken[2];    // a follower's: the source that it serves, and the next one
+  uint32_t closing;  // no source is taken any more
 };
 
 __device__ inline bool is_control() { return threadIdx.x >= kServeWorkers; }
 
-/// Which tokens of a source are this block's rows: every (blocks)th, from one that turns with the tickets. The last
-/// warp.
-__device__ inline bool find_rows(Taken& taken, uint32_t ticket) {
-  const uint32_t followers = gridDim.x - 1;
-  const uint32_t offset = (blockIdx.x - 1 + ticket) % followers;
-  const auto* bits = bitmap_words(taken.call);
-  const uint32_t tokens = taken.call.tokens;
-  const auto has_row = [&](uint32_t k) {
-    const uint32_t t = offset + k * followers;
-    return t < tokens && (bits[t / 32] >> (t % 32) & 1) != 0;
-  };
-  uint64_t mask = __ballot_sync(0xFFFFFFFFU, has_row(warp_lane()));
-  if (offset + 32 * followers < tokens) mask |= uint64_t{__ballot_sync(0xFFFFFFFFU, has_row(32 + warp_lane()))} << 32;
-  if (warp_lane() == 0) {
-    taken.offset = offset;
-    taken.mask = mask;
-    taken.number = ticket;
+/// Where this block looks for calls. The last warp. Sources whose rows were incomplete are for the kernels behind the
+/// loop.
+__device__ inline void open_eyes(const World& w, ServeBlock& b, uint32_t present) {
+  const uint32_t watches = w.ranks * w.layout.lanes_all;
+  const uint32_t groups = b.shares.groups;
+  const uint32_t group = b.index % groups;
+  const uint32_t eyes = group < watches ? min((watches - group + groups - 1) / groups, kMostEyes) : 0;
+#pragma unroll 1
+  for (uint32_t i = warp_lane(); i < eyes; i += 32) {
+    const uint32_t at = group + i * groups;
+    const uint32_t rank = at / w.layout.lanes_all;
+    const uint32_t lane = at - rank * w.layout.lanes_all;
+    const DeviceLink& link = w.pictures[present].link[rank];
+    const Watch& watch = w.watch[at];
+    const bool open = link.state == LinkState::ready && watch.retries == 0;
+    const uint64_t served = load_u64(&watch.served);
+    const uint64_t least = sequence(link.session, 0);
+    Eye& eye = b.eye[i];
+    eye.mine = link.mine;
+    eye.theirs = link.theirs;
+    eye.line = open ? link.mine + w.layout.call(lane) : reinterpret_cast<const std::byte*>(w.serve_go);
+    eye.floor = !open ? ~0ULL : served >> kSessionShift == link.session ? served : least;
+    eye.at = at;
+    eye.rank = rank;
+    eye.lane = lane;
+    eye.token =
+        (b.index / groups + at * 17) % b.shares.share;  // so that small calls of several sources meet no one block
   }
-  return mask != 0;
+  if (warp_lane() == 0) b.eyes = eyes;
+  __syncwarp();
 }
 
-/// Waits for the next source of which this block has rows; ticket.leave: the loop ends. The last warp.
-__device__ inline void next_source(const World& w, Taken& taken, uint64_t loop, uint64_t until, uint32_t& ticket) {
-  const uint32_t lane = warp_lane();
-  if (lane < kBatch) taken.state[lane] = 0;
+/// Which tokens of a source are this block's rows. False: none, or the source is not for the loop. The last warp.
+__device__ inline bool find_rows(const World& w, const Eye& eye, Taken& taken, uint32_t share) {
+  const uint32_t tokens = taken.call.tokens;
+  const uint32_t t = eye.token + warp_lane() * share;
+  const bool row = t < min(tokens, kMaxTokens) && (bitmap_words(taken.call)[t / 32] >> (t % 32) & 1) != 0;
+  const uint32_t mask = __ballot_sync(0xFFFFFFFFU, row);
+  if (mask == 0 || tokens > min(w.layout.max_tokens, kMostRows * share) || !is_identity(w, taken.call.layer))
+    return false;
+  if (warp_lane() == 0) {
+    taken.mask = mask;
+    taken.seen = global_time();
+  }
+  return true;
+}
+
+/// One look at all eyes. True: a source has rows of this block. The last warp.
+__device__ inline bool look_around(const World& w, ServeBlock& b, Taken& taken) {
+  const uint32_t part = warp_lane() % kLineLanes;
+  const uint32_t group = warp_lane() / kLineLanes;
 #pragma unroll 1
-  for (bool found = false; !found; ++ticket) {
-    const uint64_t turn = (loop << kTurnBits) + ticket + 1;
-    const auto* at = reinterpret_cast<const std::byte*>(w.serve_ticket + ticket % kServeTickets * 2) + lane * 16;
-    const bool last = lane == kLineLanes - 1 || lane == 2 * kLineLanes - 1;
-    ulonglong2 words = {0, 0};
-    for (;;) {
-      if (lane < 2 * kLineLanes) words = load_16(at);
-      const uint64_t there = __shfl_sync(0xFFFFFFFFU, words.y, kLineLanes - 1);
-      if (there >= turn && there >> kTurnBits == loop && __all_sync(0xFFFFFFFFU, !last || words.y == there) != 0) {
-        // A slot that is used again says that what it held before has been served, without this block.
-        ticket = static_cast<uint32_t>(there & ((1ULL << kTurnBits) - 1)) - 1;
-        break;
-      }
-      if (__any_sync(0xFFFFFFFFU, cycles() >= until) == 0) continue;
-      if (lane == 0) taken.ticket.leave = 1;
-      __syncwarp();
-      return;
+  for (uint32_t base = 0; base < b.eyes; base += 32 / kLineLanes) {
+    const uint32_t i = min(base + group, b.eyes - 1);
+    Eye& eye = b.eye[i];
+    const uint64_t floor = look(eye.floor);
+    const ulonglong2 words = load_16(eye.line + part * 16);
+    const uint64_t found = __shfl_sync(0xFFFFFFFFU, words.y, kLineLanes - 1, kLineLanes);
+    const uint32_t fresh = __ballot_sync(0xFFFFFFFFU, found > floor && (found ^ floor) >> kSessionShift == 0);
+    if (fresh == 0) continue;
+    const uint32_t first = (__ffs(static_cast<int>(fresh)) - 1) / kLineLanes;
+    if (group == first) reinterpret_cast<ulonglong2*>(&taken)[part] = words;  // the last 16 bytes are padding
+    if (group == first && part == 0) {
+      show(eye.floor, found);
+      taken.sequence = found;
+      taken.eye = i;
     }
-    // The call line's last 16 bytes are padding; of the ticket's line the last 64 are.
-    if (lane < 2 * kLineLanes - 4) reinterpret_cast<ulonglong2*>(&taken)[lane] = words;
     __syncwarp();
-    found = taken.ticket.leave != 0 || find_rows(taken, ticket);
+    if (find_rows(w, b.eye[taken.eye], taken, b.shares.share)) return true;
+    __syncwarp();
+    base -= 32 / kLineLanes;  // others may be new beside it
+  }
+  return false;
+}
+
+/// Waits for the next source of which this block has rows; mask = 0: the loop ends. The last warp.
+__device__ inline void next_source(const World& w, ServeBlock& b, Taken& taken, uint64_t loop, uint64_t until) {
+  if (warp_lane() < kBatch) taken.state[warp_lane()] = 0;
+  for (;;) {
+    const ulonglong2 go = load_16(w.serve_go);
+    if (look_around(w, b, taken)) break;
+    if (go.x == loop << 1 && !is_late(until)) continue;
+    if (warp_lane() == 0) taken.mask = 0;
+    break;
   }
   __syncwarp();
 }
 
-/// A row that is not there: why, once.
-static __device__ __noinline__ void miss_row(const World& w, Taken& taken, uint32_t which, uint32_t token,
-                                             bool overtaken, uint64_t found) {
-  if (atomicMax(&taken.state[which], overtaken ? kOvertaken : kMissing) != 0) return;
-  const ServeTicket& t = taken.ticket;
-  report_fault(w, {Awaited::row, t.rank, t.lane, token, t.sequence, found, global_time() - t.seen});
+/// A row that is not there: why, once a source.
+static __device__ __noinline__ void miss_row(const World& w, const Eye& eye, Taken& taken, uint32_t which,
+                                             uint32_t token, uint64_t found) {
+  const bool overtaken = found > taken.sequence;
+  if (atomicMax(&taken.state[which], overtaken ? kOvertaken : kMissing) != 0 || overtaken) return;
+  if (exchange_u64(&w.watch[eye.at].reported, taken.sequence) == taken.sequence) return;
+  report_fault(w, {Awaited::row, eye.rank, eye.lane, token, taken.sequence, found, global_time() - taken.seen});
 }
 
 /// Takes one row into shared memory, eight lanes a line, and waits for its lines a little; two lines under way a
 /// thread. The warps from `warp` on, `warps` of them.
 template <class Z>
-__device__ void take_row(const World& w, Taken& taken, uint32_t which, uint32_t token, uint32_t warp, uint32_t warps,
-                         uint64_t until, uint8_t* row) {
+__device__ void take_row(const World& w, const Eye& eye, Taken& taken, const RowJob& job, uint64_t until) {
   const uint32_t lines = Z::row_lines(w);
   const uint32_t part = threadIdx.x % kLineLanes;
-  const uint64_t awaited = taken.ticket.sequence;
-  const std::byte* const first = taken.ticket.rows_segment + Z::row_at(w, taken.ticket.lane, token) + part * 16;
+  const uint64_t awaited = taken.sequence;
+  const std::byte* const first = eye.mine + Z::row_at(w, eye.lane, job.token) + part * 16;
 #pragma unroll 1
-  for (uint32_t base = warp * 4; base < lines; base += 2 * warps * 4) {
-    const uint32_t l[2] = {base + warp_lane() / kLineLanes, base + warps * 4 + warp_lane() / kLineLanes};
+  for (uint32_t base = job.warp * 4; base < lines; base += 2 * job.warps * 4) {
+    const uint32_t l[2] = {base + warp_lane() / kLineLanes, base + job.warps * 4 + warp_lane() / kLineLanes};
     ulonglong2 words[2] = {};
     bool bad[2];
     for (;;) {
@@ -128,15 +198,15 @@ __device__ void take_row(const World& w, Taken& taken, uint32_t which, uint32_t 
         bad[k] = __shfl_sync(0xFFFFFFFFU, words[k].y, kLineLanes - 1, kLineLanes) != awaited && l[k] < lines;
       if (__any_sync(0xFFFFFFFFU, bad[0] || bad[1]) == 0) break;
       const bool newer = (bad[0] && words[0].y > awaited) || (bad[1] && words[1].y > awaited);  // of the last lanes
-      if (__any_sync(0xFFFFFFFFU, (newer && part == kLineLanes - 1) || cycles() >= until) == 0) continue;
+      if (__any_sync(0xFFFFFFFFU, (newer && part == kLineLanes - 1) || global_time() >= until) == 0) continue;
       for (uint32_t k = 0; k < 2; ++k)
-        if (bad[k] && part == kLineLanes - 1) miss_row(w, taken, which, token, words[k].y > awaited, words[k].y);
+        if (bad[k] && part == kLineLanes - 1) miss_row(w, eye, taken, job.which, job.token, words[k].y);
       break;
     }
 #pragma unroll
     for (uint32_t k = 0; k < 2; ++k) {
       if (l[k] >= lines) continue;
-      auto* const to = reinterpret_cast<uint64_t*>(row + l[k] * kLinePayload) + part * 2;
+      auto* const to = reinterpret_cast<uint64_t*>(job.row + l[k] * kLinePayload) + part * 2;
       to[0] = words[k].x;
       if (part < kLineLanes - 1) to[1] = words[k].y;
     }
@@ -180,83 +250,50 @@ __device__ uint64_t identity_4(const World& w, const uint8_t* row, float weight,
 
 /// The partial of a row in shared memory, as lines to its source. The warps from `warp` on, `warps` of them.
 template <class Z>
-__device__ void send_row(const World& w, const Taken& taken, uint32_t token, float weight, uint32_t warp,
-                         uint32_t warps, const uint8_t* row) {
+__device__ void send_row(const World& w, const Eye& eye, const Taken& taken, const RowJob& job, float weight) {
   const uint32_t lines = Z::partial_lines(w);
   const uint32_t part = threadIdx.x % kLineLanes;
-  std::byte* const first = taken.ticket.answer_segment + Z::partial_at(w, taken.ticket.lane, token);
+  std::byte* const first = eye.theirs + Z::partial_at(w, eye.lane, job.token);
 #pragma unroll 2
-  for (uint32_t l = warp * 4 + warp_lane() / kLineLanes; l < lines; l += warps * 4) {
+  for (uint32_t l = job.warp * 4 + warp_lane() / kLineLanes; l < lines; l += job.warps * 4) {
     const uint32_t column = l * kLineValues + part * 8;
     ulonglong2 words = {0, 0};
-    if (column < Z::latent(w)) words.x = identity_4<Z>(w, row, weight, column);
-    if (column + 4 < Z::latent(w) && part < kLineLanes - 1) words.y = identity_4<Z>(w, row, weight, column + 4);
-    store_line(first + l * kLineBytes, words, taken.ticket.sequence);
+    if (column < Z::latent(w)) words.x = identity_4<Z>(w, job.row, weight, column);
+    if (column + 4 < Z::latent(w) && part < kLineLanes - 1) words.y = identity_4<Z>(w, job.row, weight, column + 4);
+    store_line(first + l * kLineBytes, words, taken.sequence);
   }
-}
-
-/// Rows of a whole source, and whether none lies beyond its tokens. A warp.
-__device__ inline uint32_t all_rows(const Taken& taken, bool& sound) {
-  const uint32_t lane = warp_lane();
-  const uint32_t bits = lane < kCallWords ? bitmap_words(taken.call)[lane] : 0;
-  const int32_t left = static_cast<int32_t>(taken.call.tokens) - static_cast<int32_t>(lane * 32);
-  const uint32_t within = left >= 32 ? bits : left <= 0 ? 0 : bits & ((1U << left) - 1);
-  sound = __all_sync(0xFFFFFFFFU, within == bits) != 0;
-  return __reduce_add_sync(0xFFFFFFFFU, __popc(within));
-}
-
-/// Adds this block's rows to what has been done of the source; whoever does the last sends the return line. One warp.
-__device__ inline void end_rows(const World& w, const Taken& taken, uint64_t mine) {
-  uint64_t all = 0;
-  if (warp_lane() == 0) all = fetch_add_u64(&w.result[taken.number % kServeTickets], mine) + mine;
-  bool sound = true;
-  const uint32_t rows = all_rows(taken, sound);
-  all = __shfl_sync(0xFFFFFFFFU, all, 0);
-  if ((all & 0xFFFF) != rows || warp_lane() >= kLineLanes) return;
-  if ((all >> 16 & 0xFFFFFFFF) != 0) return;  // rows are missing or overtaken: not answered now
-  const uint32_t part = warp_lane();
-  const uint64_t sent = global_time();
-  const uint64_t send = sent > taken.ticket.seen ? saturated(sent - taken.ticket.seen) : 0;
-  const auto status = static_cast<uint64_t>(!sound           ? Status::bad_call
-                                            : all >> 48 != 0 ? Status::bad_route
-                                                             : Status::ok);
-  const uint64_t good = status == 0 ? rows : 0;
-  ulonglong2 words = {0, 0};  // ReturnLine: status, rows, pass_rows, pass_sources | queue, experts, send
-  if (part == 0) words = {status | good << 32, good | uint64_t{1} << 32};
-  if (part == 1) words = {saturated(taken.ticket.queue_ns), send};
-  store_line(taken.ticket.answer_segment + w.layout.return_line(taken.ticket.lane), words, taken.ticket.sequence);
 }
 
 /// This block's rows of a source, kBatch at a time. The worker warps: all for a row alone, or half of them each.
 template <class Z>
-__device__ void serve_rows(const World& w, Taken& taken, uint8_t* rows) {
-  const uint64_t until = cycles() + cycles_of(w, kRowsNs);
+__device__ void serve_rows(const World& w, ServeBlock& b, Taken& taken, uint64_t loop, uint8_t* rows) {
+  const uint64_t until = global_time() + kRowsNs;
   const uint32_t warp = threadIdx.x / 32;
-  uint64_t left = taken.mask;
-  uint64_t mine = __popcll(left);  // rows done | missing << 16 | overtaken << 32 | bad << 48
+  Eye& eye = b.eye[taken.eye];
+  uint32_t left = taken.mask;
+  uint32_t mine = __popc(left);  // as Mark has it
 #pragma unroll 1
   while (left != 0) {
-    const auto count = static_cast<uint32_t>(min(static_cast<int>(kBatch), __popcll(left)));
+    const auto count = static_cast<uint32_t>(min(static_cast<int>(kBatch), __popc(left)));
     const uint32_t warps = count == 1 ? kServeWorkers / 32 : kServeWorkers / 32 / kBatch;
     const uint32_t which = warp / warps;
-    const uint32_t own = warp % warps;
-    uint64_t rest = left;
+    uint32_t rest = left;
     for (uint32_t i = 0; i < which; ++i) rest &= rest - 1;
     const bool busy = rest != 0;
-    const uint32_t token = taken.offset + (__ffsll(static_cast<long long>(rest)) - 1) * (gridDim.x - 1);
-    uint8_t* const row = rows + which * Z::row_stride(w);
-    if (busy) take_row<Z>(w, taken, which, token, own, warps, until, row);
+    const uint32_t token = eye.token + (__ffs(static_cast<int>(rest)) - 1) * b.shares.share;
+    const RowJob job = {which, token, warp % warps, warps, rows + which * Z::row_stride(w)};
+    if (busy) take_row<Z>(w, eye, taken, job, until);
     sync_some(1, kServeWorkers);
-    if (busy && taken.state[which] == 0) {
+    if (busy && look(taken.state[which]) == 0) {
       float weight = 0.0F;
-      if (weigh_row<Z>(w, row, weight))
-        send_row<Z>(w, taken, token, weight, own, warps, row);
+      if (weigh_row<Z>(w, job.row, weight))
+        send_row<Z>(w, eye, taken, job, weight);
       else
         show(taken.state[which], kBad);
     }
     sync_some(1, kServeWorkers);
     for (uint32_t i = 0; i < count; ++i) {
-      if (look(taken.state[i]) != 0) mine += uint64_t{1} << (16 * look(taken.state[i]));
+      if (look(taken.state[i]) != 0) mine |= 1U << (16 + look(taken.state[i]));
       left &= left - 1;
     }
     if (left == 0) break;
@@ -264,22 +301,42 @@ __device__ void serve_rows(const World& w, Taken& taken, uint8_t* rows) {
     if (threadIdx.x < kBatch) taken.state[threadIdx.x] = 0;
     sync_some(1, kServeWorkers);
   }
-  if (threadIdx.x < 32) end_rows(w, taken, mine);
+  if (threadIdx.x != 0) return;
+  if ((mine >> (16 + kMissing) & 1) != 0) show(eye.floor, ~uint64_t{0});  // what follows it is not for the loop either
+  Mark* const mark = w.mark + eye.at * b.shares.share + b.index / b.shares.groups;
+  store_16(mark, {taken.sequence, mine | loop << 32});
+}
+
+/// Waits until the leading block says that the loop has begun. False: it does so without this block, or says that the
+/// loop ends, or nothing. The last warp.
+__device__ inline bool await_go(const World& w, ServeBlock& b, uint64_t loop, uint64_t until) {
+  for (;;) {
+    const ulonglong2 go = load_16(w.serve_go);
+    if (go.x == loop << 1) {
+      if (warp_lane() == 0) b.shares = share_calls(w, static_cast<uint32_t>(go.y >> 32));
+      __syncwarp();
+      if (b.index >= b.shares.groups * b.shares.share) return false;  // begun too late, or one too many
+      open_eyes(w, b, static_cast<uint32_t>(go.y));
+      return true;
+    }
+    if (go.x > loop << 1 || is_late(until)) return false;
+  }
 }
 
 /// While a source is served, the last warp has its eyes on the next one.
 template <class Z>
-__device__ void follow(const World& w, ServeBlock& b, uint8_t* rows) {
-  const uint64_t loop = w.serve->loops + 1;
-  const uint64_t until = cycles() + cycles_of(w, kTakeNs + kStayNs);
-  uint32_t ticket = 0;
+__device__ void follow(const World& w, ServeBlock& b, uint64_t loop, uint8_t* rows) {
+  const uint64_t until = global_time() + kTakeNs + kStayNs;
+  bool open = false;
+  if (is_control()) open = await_go(w, b, loop, until);
 #pragma unroll 1
   for (uint32_t turn = 0;; ++turn) {
-    if (is_control()) next_source(w, b.taken[turn % 2], loop, until, ticket);
-    __syncthreads();
     Taken& taken = b.taken[turn % 2];
-    if (taken.ticket.leave != 0) return;
-    if (!is_control()) serve_rows<Z>(w, taken, rows);
+    if (is_control() && open) next_source(w, b, taken, loop, until);
+    if (is_control() && !open && warp_lane() == 0) taken.mask = 0;
+    __syncthreads();
+    if (taken.mask == 0) return;
+    if (!is_control()) serve_rows<Z>(w, b, taken, loop, rows);
   }
 }
 

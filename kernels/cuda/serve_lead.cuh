@@ -1,11 +1,15 @@
-// What the leading block of a serve loop does: looks at call lines, hands their calls out, and closes what is served.
-// See serve_loop.cu.
+// What the leading block of a serve loop does: looks at call lines, too, sees by their marks what the other blocks have
+// done of each source, and answers with the return line. See serve_loop.cu.
 #pragma once
 
 #include "kernels/cuda/choose.cuh"
 #include "kernels/cuda/serve_block.cuh"
 
 namespace moed::cuda {
+
+inline constexpr uint64_t kLongestFlight = 100'000;  // ns that a source may be under way in a loop
+inline constexpr uint64_t kDrainNs = 20'000;         // what is under way when the loop closes may take so long
+inline constexpr uint64_t kComeNs = 10'000;          // the blocks that follow are waited for so long when a loop begins
 
 /// Rows that a call line announces; 0: none, or a bit lies beyond its tokens. Eight lanes with its words.
 __device__ inline uint32_t count_rows(const World& w, uint32_t tokens, const ulonglong2& words) {
@@ -24,248 +28,228 @@ __device__ inline uint32_t count_rows(const World& w, uint32_t tokens, const ulo
   return sound ? rows : 0;
 }
 
-/// Hands a source to the other blocks: its call line and where its rows and answers lie; then notes it. Eight lanes.
-/// False: too many are under way.
-__device__ inline bool publish(const World& w, ServeBlock& b, uint32_t at, const DeviceLink& link,
-                               const ulonglong2& words, uint32_t tokens, uint64_t sequence, uint64_t now,
-                               uint64_t loop) {
-  const uint32_t part = threadIdx.x % kLineLanes;
-  Watch& watch = w.watch[at];
-  uint32_t ticket = kServeTickets;
-  // All groups of the block may take one at once, so half of the slots stay free.
-  if (part == 0 && look(b.next) - look(b.oldest) <= kServeTickets - kGroups)
-    ticket = atomicAdd(&b.next, 1U);
-  else if (part == 0)
-    ticket = ~0U;
-  ticket = __shfl_sync(line_mask(), ticket, 0, kLineLanes);
-  if (ticket == ~0U) return false;
-  const uint32_t slot = ticket % kServeTickets;
-  const uint64_t turn = (loop << kTurnBits) + ticket + 1;
-  const uint32_t lane = at % w.layout.lanes_all;
-  const uint64_t queue_ns = now > watch.since ? now - watch.since : 0;
-  auto* const lines = reinterpret_cast<std::byte*>(w.serve_ticket + slot * 2);
-  ulonglong2 facts = {0, 0};
-  if (part == 0) facts = {reinterpret_cast<uint64_t>(link.mine), reinterpret_cast<uint64_t>(link.theirs)};
-  if (part == 1) facts = {sequence, now};
-  if (part == 2) facts = {queue_ns, lane | uint64_t{at / w.layout.lanes_all} << 32};
-  store_line(lines, words, turn);
-  store_line(lines + kLineBytes, facts, turn);
-  // Checked behind it: who follows serves no token beyond, and whoever ends a source looks, too.
-  const uint32_t rows = count_rows(w, tokens, words);
-  if (part != 0) return true;
-  watch.pending = 0;
-  watch.served = sequence;
-  watch.recent = kMayMiss;
-  watch.ticket = slot + 1;
-  b.under[slot] = {sequence, now, queue_ns, at, rows, 0};
+/// What is told of a source that has been served, or refused. One lane.
+__device__ inline void push_ended(ServeBlock& b, const Watch& watch, uint32_t rows, uint64_t now) {
+  const uint32_t number = atomicAdd(&b.pushed, 1U);
+  while (number - look(b.told) >= kEnded) continue;  // the last warp waits for nobody
+  Ended& e = b.ended[number % kEnded];
+  e.queue_ns = watch.seen > watch.since ? watch.seen - watch.since : 0;
+  e.gather_ns = now - watch.seen;
+  e.rows = rows;
+  e.refused = rows == 0 ? 1 : 0;
   __threadfence_block();
-  show(b.under[slot].number, ticket + 1);
-  return true;
+  show(e.number, number + 1);
 }
 
-/// Eight lanes look at one lane's call line and hand its call out, or note that it is not for the loop.
-__device__ inline void look_at_line(const World& w, ServeBlock& b, uint32_t at, const DeviceLink& link,
-                                    const ulonglong2& words, uint64_t last_look, uint64_t loop) {
+/// The answer to a source all of whose rows have been served. Eight lanes.
+__device__ inline void answer(const World& w, const Watch& watch, uint32_t at, const DeviceLink& link, bool good,
+                              uint64_t now) {
   const uint32_t part = threadIdx.x % kLineLanes;
-  const uint64_t found = __shfl_sync(line_mask(), words.y, kLineLanes - 1, kLineLanes);
+  const uint64_t queue = watch.seen > watch.since ? watch.seen - watch.since : 0;
+  const uint64_t rows = good ? watch.rows : 0;
+  const auto status = static_cast<uint64_t>(good ? Status::ok : Status::bad_route);
+  ulonglong2 words = {0, 0};  // ReturnLine: status, rows, pass_rows, pass_sources | queue, experts, send
+  if (part == 0) words = {status | rows << 32, rows | uint64_t{1} << 32};
+  if (part == 1) words = {saturated(queue), saturated(now - watch.seen)};
+  store_line(link.theirs + w.layout.return_line(at % w.layout.lanes_all), words, watch.flight);
+}
+
+/// A source is not under way any more. One lane.
+__device__ inline void give_up(Watch& watch) {
+  watch.pending = watch.flight;
+  watch.flight = 0;
+}
+
+/// Looks what the marks say of the source under way, and ends it when all of its rows have been served, or when they
+/// cannot be. Eight lanes.
+__device__ inline void follow_flight(const World& w, ServeBlock& b, uint32_t at, const DeviceLink& link, uint64_t now,
+                                     uint64_t loop) {
   Watch& watch = w.watch[at];
+  const uint32_t part = threadIdx.x % kLineLanes;
+  const Mark* const marks = w.mark + at * b.shares.share;
+  const uint64_t flight = watch.flight;
+  uint32_t rows = 0;
+  uint32_t flags = 0;
+  bool gone = false;  // its source is at a newer one: it had all it needed, or has given it up
+#pragma unroll 8
+  for (uint32_t i = part; i < b.shares.share; i += kLineLanes) {
+    const ulonglong2 mark = load_16(marks + i);
+    if (mark.x == flight && mark.y >> 32 == (loop & 0xFFFFFFFFU)) {
+      rows += static_cast<uint32_t>(mark.y) & 0xFFFFU;
+      flags |= static_cast<uint32_t>(mark.y) >> 16;
+    }
+    gone = gone || (mark.x > flight && (mark.x ^ flight) >> kSessionShift == 0);
+  }
+  gone = (__ballot_sync(line_mask(), gone) & line_mask()) != 0;
+#pragma unroll
+  for (uint32_t i = 1; i < kLineLanes; i *= 2) {
+    rows += __shfl_xor_sync(line_mask(), rows, i, kLineLanes);
+    flags |= __shfl_xor_sync(line_mask(), flags, i, kLineLanes);
+  }
+  if (rows != watch.rows && !gone) {
+    if (now < watch.seen + kLongestFlight) return;
+    if (part == 0) give_up(watch);
+    if (part == 0) show(b.general, 1U);
+    return;
+  }
+  const bool missing = (flags >> kMissing & 1) != 0;
+  const bool overtaken = (flags >> kOvertaken & 1) != 0;
+  if (!missing && !overtaken && !gone) answer(w, watch, at, link, (flags >> kBad & 1) == 0, now);
+  __syncwarp(line_mask());
+  if (part != 0) return;
+  if (overtaken) {
+    watch.flight = 0;  // its source has gone on
+  } else if (missing && !gone) {
+    give_up(watch);
+    watch.again = now + min(kRowsNs << min(watch.retries, 10U), kLongestPause);
+    ++watch.retries;
+  } else {
+    watch.served = flight;
+    watch.flight = 0;
+    watch.recent = kMayMiss;
+  }
+  if (!overtaken) push_ended(b, watch, flags == 0 ? watch.rows : 0, now);
+}
+
+/// Notes a call line that is new, and takes it when it is for the loop. Eight lanes.
+__device__ inline void look_at_line(const World& w, ServeBlock& b, uint32_t at, const DeviceLink& link,
+                                    const ulonglong2& words, uint64_t now) {
+  const uint32_t part = threadIdx.x % kLineLanes;
+  Watch& watch = w.watch[at];
+  const uint64_t found = __shfl_sync(line_mask(), words.y, kLineLanes - 1, kLineLanes);
   const bool fresh = found >> kSessionShift == link.session && found > watch.served && found != watch.pending;
-  if (!fresh && watch.pending == 0) return;
-  const uint64_t now = last_look;
   if (fresh && part == 0) {
     watch.pending = found;
-    watch.since = last_look;
-    watch.again = 0;
-    watch.retries = 0;
+    watch.since = look(b.last_look);
   }
   __syncwarp(line_mask());
-  if (!is_due(watch, now) || look(watch.ticket) != 0 || look(b.closing) != 0) return;
+  if (!is_due(watch, now)) return;
   const uint64_t first = __shfl_sync(line_mask(), words.x, 0, kLineLanes);
   const auto layer = static_cast<uint32_t>(first);
   const auto tokens = static_cast<uint32_t>(first >> 32) & 0xFFFFU;
-  const bool identity =
-      layer == kIdentityLayer || (layer >= w.shape.first_layer && layer - w.shape.first_layer < w.shape.layers &&
-                                  layer_experts(w, layer) == nullptr);
-  if (identity && found == watch.pending && w.long_way == 0 && tokens <= 64 * (gridDim.x - 1) &&
-      tokens <= w.layout.max_tokens && tokens != 0)
-    publish(w, b, at, link, words, tokens, found, now, loop);
-  else if (part == 0)
-    show(b.general, 1U);
+  const uint32_t rows = count_rows(w, tokens, words);
+  const bool fits = found == watch.pending && watch.retries == 0 && w.long_way == 0 && rows != 0 &&
+                    tokens <= kMostRows * b.shares.share && is_identity(w, layer);
+  if (part != 0) return;
+  if (!fits) return show(b.general, 1U);
+  watch.rows = rows;
+  watch.seen = now;
+  watch.flight = found;
+  watch.pending = 0;
 }
 
-/// Looks at all call lines again and again, until the last warp says that the loop closes. The worker warps, each at
-/// its own pace.
+/// One look at all call lines and marks. True: sources are under way. A warp, whose groups of eight have a line each.
+__device__ inline bool look_once(const World& w, ServeBlock& b, uint64_t now, uint64_t loop, bool closing) {
+  const uint32_t watches = w.ranks * w.layout.lanes_all;
+  const Picture& picture = w.pictures[b.present];
+  bool flying = false;
+#pragma unroll 1
+  for (uint32_t at = threadIdx.x / kLineLanes; at < watches; at += kGroups) {
+    const DeviceLink& link = picture.link[at / w.layout.lanes_all];
+    if (link.state != LinkState::ready) continue;
+    if (w.watch[at].flight != 0) {
+      flying = true;
+      follow_flight(w, b, at, link, now, loop);
+    } else if (!closing) {
+      const std::byte* const line = link.mine + w.layout.call(at % w.layout.lanes_all);
+      look_at_line(w, b, at, link, load_16(line + threadIdx.x % kLineLanes * 16), now);
+    }
+  }
+  __syncwarp();
+  return __any_sync(0xFFFFFFFFU, flying) != 0;
+}
+
+/// Looks at calls until the loop closes and what is under way has been served, or has no more time. The worker warps,
+/// each at its own pace.
 __device__ inline void look_at_calls(const World& w, ServeBlock& b, uint64_t loop) {
   const uint32_t watches = w.ranks * w.layout.lanes_all;
-  const uint32_t warp_first = threadIdx.x / 32 * 4;
-  if (warp_first >= watches) return;
+  if (threadIdx.x / 32 * (32 / kLineLanes) >= watches) return;
 #pragma unroll 1
-  while (look(b.closing) == 0) {
-    const uint64_t last_look = look(b.last_look);
-    const Picture& picture = w.pictures[look(b.present)];
-#pragma unroll 1
-    for (uint32_t at = threadIdx.x / kLineLanes; at < watches; at += kGroups) {
-      const DeviceLink& link = picture.link[at / w.layout.lanes_all];
-      if (link.state != LinkState::ready) continue;
-      const std::byte* const line = link.mine + w.layout.call(at % w.layout.lanes_all);
-      const ulonglong2 words = load_16(line + threadIdx.x % kLineLanes * 16);
-      look_at_line(w, b, at, link, words, last_look, loop);
+  for (uint64_t closed = 0;;) {
+    const bool closing = __any_sync(0xFFFFFFFFU, look(b.closing) != 0) != 0;
+    const uint64_t now = __shfl_sync(0xFFFFFFFFU, global_time(), 0);
+    if (closing && closed == 0) closed = now;
+    const bool flying = look_once(w, b, now, loop, closing);
+    if (closing && (!flying || now > closed + kDrainNs)) break;
+  }
+  for (uint32_t at = threadIdx.x / kLineLanes; at < watches; at += kGroups)
+    if (threadIdx.x % kLineLanes == 0 && w.watch[at].flight != 0) give_up(w.watch[at]);
+}
+
+/// Tells the host of sources that have been served. The last warp.
+__device__ inline void tell_ended(const World& w, ServeBlock& b) {
+  ServeState& s = *w.serve;
+  for (uint32_t told = b.told; told != look(b.pushed) && look(b.ended[told % kEnded].number) == told + 1;) {
+    const Ended& e = b.ended[told % kEnded];
+    const uint64_t number = s.records + 1;
+    ServeRecord r{};
+    r.rows = e.rows;
+    r.sources = 1;
+    r.refused = e.refused;
+    r.wait_ns = e.queue_ns;
+    r.gather_ns = e.gather_ns;
+    __syncwarp();
+    store_tagged(w.board->served[number % kServeRecords], r, number, offsetof(ServeRecord, reserved));
+    if (warp_lane() == 0) {
+      s.records = number;
+      store_u64(&w.board->records, number);
+      show(b.told, ++told);
     }
+    told = __shfl_sync(0xFFFFFFFFU, told, 0);
     __syncwarp();
   }
 }
 
-/// A source whose rows were not complete is looked at again, ever more seldom; one whose call line announces none, or
-/// is not what a sound peer sends, is for the kernels behind the loop.
-__device__ inline void close_ticket(const World& w, ServeBlock& b, const Under& u, uint64_t result, uint64_t now) {
-  Watch& watch = w.watch[u.watch];
-  const bool missing = (result >> 16 & 0xFFFF) != 0 && (result >> 32 & 0xFFFF) == 0;
-  if (u.rows == 0) {
-    watch.pending = u.sequence;
-    show(b.general, 1U);
-  } else if (missing && watch.served == u.sequence && watch.pending == 0) {
-    watch.since = u.seen;
-    watch.again = now + min(kRowsNs << min(watch.retries, 10U), kLongestPause);
-    ++watch.retries;
-    watch.pending = u.sequence;
-  }
-  if (!missing) watch.retries = 0;
-  __threadfence_block();
-  show(watch.ticket, 0U);
-}
-
-/// What the host is told of one source. The last warp.
-__device__ inline void record_source(const World& w, const Under& u, uint64_t result, uint64_t now) {
-  ServeState& s = *w.serve;
-  const uint64_t number = s.records + 1;
-  ServeRecord r{};
-  const bool refused = result >> 48 != 0 || ((result >> 16 & 0xFFFF) != 0 && (result >> 32 & 0xFFFF) == 0);
-  r.rows = refused ? 0 : u.rows;
-  r.sources = 1;
-  r.refused = refused ? 1 : 0;
-  r.wait_ns = u.queue_ns;
-  r.gather_ns = now - u.seen;
-  __syncwarp();
-  store_tagged(w.board->served[number % kServeRecords], r, number, offsetof(ServeRecord, reserved));
-  if (warp_lane() == 0) s.records = number;
-  __syncwarp();
-  if (warp_lane() == 0) store_u64(&w.board->records, number);
-}
-
-/// What the last warp of the leading block knows of tickets; the same for all lanes.
-struct Tickets {
-  uint32_t known = 0, oldest = 0;  // how many it knows, and the oldest that is under way
-  uint64_t busy = 0;               // slots under way
-};
-
-/// Tickets that have been served, of the lower or the upper half of the slots: closed, and told to the host.
-__device__ inline void close_tickets(const World& w, ServeBlock& b, Tickets& t, uint32_t half, uint64_t now) {
-  const uint32_t slot = half * 32 + warp_lane();
-  const bool busy = (t.busy >> slot & 1) != 0;
-  const uint64_t result = busy ? load_u64(&w.result[slot]) : 0;
-  const bool done = busy && (result & 0xFFFF) == b.under[slot].rows;
-  if (done) {
-    close_ticket(w, b, b.under[slot], result, now);
-    static_cast<void>(exchange_u64(&w.result[slot], 0));
-  }
-  const uint32_t all = __ballot_sync(0xFFFFFFFFU, done);
-#pragma unroll 1
-  for (uint32_t left = all; left != 0; left &= left - 1) {
-    const uint32_t from = __ffs(static_cast<int>(left)) - 1;
-    const uint64_t its = __shfl_sync(0xFFFFFFFFU, result, static_cast<int>(from));
-    if (b.under[half * 32 + from].rows != 0) record_source(w, b.under[half * 32 + from], its, now);
-  }
-  t.busy &= ~(uint64_t{all} << (half * 32));
-}
-
-/// One look at what is under way. True: a word says that the loop has to end.
-__device__ inline bool look_at_tickets(const World& w, ServeBlock& b, Tickets& t) {
+/// The last warp while the others look: until the time is up, the picture of the links is another one, or a source is
+/// not for the loop.
+__device__ inline void lead_loop(const World& w, ServeBlock& b, uint64_t until) {
   const uint32_t lane = warp_lane();
-  const uint32_t word = lane < 2 ? load_u32(lane == 0 ? w.present : w.disarm) : 0;
-  while (t.known != look(b.next) && look(b.under[t.known % kServeTickets].number) == t.known + 1)
-    t.busy |= 1ULL << (t.known++ % kServeTickets);
-  const uint64_t now = global_time();
-  if (static_cast<uint32_t>(t.busy) != 0) close_tickets(w, b, t, 0, now);
-  if (t.busy >> 32 != 0) close_tickets(w, b, t, 1, now);
-  while (t.oldest != t.known && (t.busy >> (t.oldest % kServeTickets) & 1) == 0) ++t.oldest;
-  const uint32_t present = __shfl_sync(0xFFFFFFFFU, word, 0);
-  if (lane == 0) {
-    show(b.last_look, now);
-    show(b.present, present);
-    show(b.oldest, t.oldest);
+  for (bool closing = false; !closing;) {
+    const uint32_t word = lane < 2 ? load_u32(lane == 0 ? w.present : w.disarm) : 0;
+    const uint64_t now = __shfl_sync(0xFFFFFFFFU, global_time(), 0);
+    const bool changed = __shfl_sync(0xFFFFFFFFU, word, 0) != b.present;
+    const bool disarmed = __shfl_sync(0xFFFFFFFFU, word, 1) != 0;
+    if (lane == 0) show(b.last_look, now);
+    tell_ended(w, b);
+    closing = changed || disarmed || now >= until || look(b.general) != 0;
   }
-  return __shfl_sync(0xFFFFFFFFU, word, 1) != 0;
-}
-
-/// The last warp while the others look: until the time is up or a source is not for the loop, and what is under way has
-/// been served.
-__device__ inline void lead_tickets(const World& w, ServeBlock& b, Tickets& t, uint64_t start) {
-  bool closing = false;
-#pragma unroll 1
-  while (!closing) {
-    const bool disarmed = look_at_tickets(w, b, t);
-    closing =
-        disarmed || __any_sync(0xFFFFFFFFU, look(b.general) != 0 || cycles() >= start + cycles_of(w, kTakeNs)) != 0;
-  }
-  if (warp_lane() == 0) show(b.closing, 1U);
+  if (lane == 0) show(b.closing, 1U);
   __syncwarp();
-  sync_some(2, kServeThreads);  // the others have given out their last tickets
-#pragma unroll 1
-  do {  // once at least: what nobody knows of is never given up either
-    static_cast<void>(look_at_tickets(w, b, t));
-  } while (t.oldest != look(b.next) &&
-           __any_sync(0xFFFFFFFFU, cycles() >= start + cycles_of(w, kTakeNs + kStayNs)) == 0);
 }
 
-/// Tickets that nobody has served in time: their sources are looked at again by the kernels behind the loop.
-__device__ inline void abandon(const World& w, ServeBlock& b, const Tickets& t) {
-  for (uint32_t slot = warp_lane(); slot < kServeTickets; slot += 32) {
-    if ((t.busy >> slot & 1) == 0) continue;
-    const Under& u = b.under[slot];
-    Watch& watch = w.watch[u.watch];
-    watch.ticket = 0;
-    if (watch.pending == 0) watch.pending = u.sequence;
-    show(b.general, 1U);
-  }
-}
-
-__device__ inline void lead(const World& w, ServeBlock& b) {
+/// Counts the pass, if this is its first loop, and begins the loop with the blocks that are there: beside kernels that
+/// fill multiprocessors some may find no room. One thread.
+__device__ inline void open_loop(const World& w, ServeBlock& b, uint64_t loop, uint64_t start) {
   ServeState& s = *w.serve;
-  const uint64_t began = cycles();
+  // Whoever rings from here on is seen by this loop, or rings again what the next one waits for.
+  store_u64(&w.board->rung, load_u32(w.doorbell));
+  b.present = loop % kLoopsPerPass == 1 ? begin_pass(w, w.layout.lanes_all, w.board->begun) : load_u32(w.present);
+  if (s.started == 0) s.started = s.last_look = start;
+  b.last_look = s.last_look;
+  s.sources = s.rows = s.pairs = s.groups = 0;
+  const uint32_t all = gridDim.x - 1;
+  const auto before = static_cast<uint32_t>((loop - 1) * all);
+  uint32_t blocks = load_u32(&s.checked) - before;
+  while (blocks < all && global_time() < start + kComeNs) blocks = load_u32(&s.checked) - before;
+  b.shares = share_calls(w, blocks);
+  store_16(w.serve_go, {loop << 1, b.present | uint64_t{blocks} << 32});
+}
+
+__device__ inline void lead(const World& w, ServeBlock& b, uint64_t loop) {
   const uint64_t start = global_time();
-  const uint64_t loop = s.loops + 1;
-  if (is_control()) {
-    for (uint32_t slot = warp_lane(); slot < kServeTickets; slot += 32)
-      static_cast<void>(exchange_u64(&w.result[slot], 0));
-    if (warp_lane() == 0) {
-      // Whoever rings from here on is seen by this loop, or rings again what the next one waits for.
-      store_u64(&w.board->rung, load_u32(w.doorbell));
-      b.present = begin_pass(w, w.layout.lanes_all, w.board->begun);
-      b.last_look = s.started == 0 ? start : s.last_look;
-      s.sources = s.rows = s.pairs = s.groups = 0;
-      if (s.started == 0) s.started = s.last_look = start;
-    }
-  }
+  if (threadIdx.x == kServeWorkers) open_loop(w, b, loop, start);
   __syncthreads();
-  Tickets tickets;
   if (is_control()) {
-    lead_tickets(w, b, tickets, began);
-    if (warp_lane() == 0) s.last_look = b.last_look;
+    lead_loop(w, b, start + kTakeNs);
+    if (warp_lane() == 0) w.serve->last_look = b.last_look;
   } else {
     look_at_calls(w, b, loop);
-    arrive_some(2, kServeThreads);
   }
   __syncthreads();
-  if (is_control()) abandon(w, b, tickets);
-  if (is_control() && warp_lane() < kLineLanes) {
-    const uint32_t ticket = b.next;
-    auto* const lines = reinterpret_cast<std::byte*>(w.serve_ticket + ticket % kServeTickets * 2);
-    const uint64_t turn = (loop << kTurnBits) + ticket + 1;
-    store_line(lines, {0, 0}, turn);
-    store_line(lines + kLineBytes, {warp_lane() == 3 ? uint64_t{1} : uint64_t{0}, 0}, turn);
-  }
+  if (threadIdx.x == kServeWorkers) store_16(w.serve_go, {loop << 1 | 1, b.present});
+  if (is_control()) tell_ended(w, b);
   __syncthreads();
-  if (b.general != 0) choose_sources(w, global_time() + kStayNs);
+  if (b.general != 0) choose_sources(w, start + kTakeNs + kStayNs);
 }
 
 }  // namespace moed::cuda

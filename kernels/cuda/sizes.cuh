@@ -33,8 +33,10 @@ struct Sizes {
   static __device__ uint64_t partial_at(const World& w, uint32_t lane, uint32_t token) {
     return w.layout.partials + uint64_t{lane * w.layout.max_tokens + token} * (partial_lines(w) * kLineBytes);
   }
-  /// Lines of a token's private routing: ids, weights, ranks.
-  static __host__ __device__ uint32_t token_lines(const World& w) { return cuda::token_lines(top_k(w)); }
+  /// Bytes of a token's private routing: ids, weights, ranks.
+  static __host__ __device__ uint32_t routing_bytes(const World& w) {
+    return top_k(w) * 8 + static_cast<uint32_t>(sizeof(RankSet));
+  }
 };
 using AnySizes = Sizes<0, 0>;
 

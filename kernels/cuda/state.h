@@ -105,8 +105,9 @@ struct LaneState {
   uint64_t seen, deadline, waited_from, decided;  ///< global_time
   RankSet needed, waiting, in, out, named;
   uint64_t awaited[kMaxRanks];  ///< sequence of the present piece, by rank
-  uint64_t loops;               ///< call loops that have ended
+  uint64_t loops;               ///< call passes that have ended
   uint32_t arrived;             ///< blocks of call loops that have ended their part of a call, ever
+  uint32_t checked;             ///< blocks that have begun to follow, over all call loops
   uint32_t host_taken;          ///< host_number of the host call taken last
   alignas(16) CallRecord record;
   uint32_t bitmap[kMaxRanks][kMaxTokens / 32];  ///< of the present piece: tokens that have a row at that rank
@@ -119,41 +120,48 @@ struct CallTicket {
   uint64_t count;           ///< the lane's
   uint32_t valid, picture;  ///< tokens that are no padding
   uint32_t leave;           ///< no call: the loop ends
-  uint32_t pad[3];
+  uint32_t blocks;          ///< that have begun and share the call's tokens, the leading one too
+  uint32_t pad[2];
 };
 static_assert(offsetof(CallTicket, count) == offsetof(Call, valid) + 8);
 static_assert(sizeof(CallTicket) <= kLinePayload && sizeof(CallTicket) % 16 == 0);
 
 /// What a call loop, and a serve loop, do at most. Longer ones go through the kernels behind the loop.
 inline constexpr uint32_t kLoopTokens = 128, kLoopSlots = 2048;
-/// The private and checked routing of a token as the leading block publishes it: ids, weights, ranks.
-MOED_HD constexpr uint32_t token_lines(uint32_t top_k) {
-  return static_cast<uint32_t>(lines_of(uint64_t{top_k} * 8 + sizeof(RankSet)));
-}
+/// Loops of one kind that stand one behind the other in a pass: the kernels behind them run only so often. A loop that
+/// leaves something to those kernels is followed by loops that end at once.
+inline constexpr uint32_t kLoopsPerPass = 4;
 
-/// What the leading block of a serve loop tells the others of a source: a line with its call and this one.
-struct ServeTicket {
-  const std::byte* rows_segment;
-  std::byte* answer_segment;
+/// Call lines that a block of a serve loop watches, unless there are more than all blocks watch so.
+inline constexpr uint32_t kWatched = 16;
+
+/// What a block of a serve loop has done of a source's rows; 16 bytes, so that they are read as they were written.
+struct alignas(16) Mark {
   uint64_t sequence;
-  uint64_t seen;  ///< global_time
-  uint64_t queue_ns;
-  uint32_t lane, rank;
-  uint32_t leave;  ///< no source: the loop ends
-  uint32_t pad[3];
+  uint32_t rows;  ///< done | 1 << (16 + kMissing, kOvertaken or kBad)
+  uint32_t loop;  ///< low half of the loop's number
 };
-static_assert(sizeof(ServeTicket) <= kLinePayload && sizeof(ServeTicket) % 16 == 0);
-inline constexpr uint32_t kServeTickets = 64;  ///< in flight
+
+/// What the leading block of a serve loop says to the others.
+struct alignas(16) ServeGo {
+  uint64_t loop;     ///< number of the loop << 1 | 1: it ends
+  uint32_t picture;  ///< the present one
+  uint32_t blocks;   ///< that have begun and serve, the leading one not counted
+};
 
 /// Which call lines were seen, taken, and are worth lingering for.
 struct Watch {
-  uint64_t served;   ///< sequence taken last
-  uint64_t pending;  ///< sequence seen and not taken; 0: none
-  uint64_t since;    ///< end of the last look that did not show it
-  uint64_t again;    ///< not to be taken before this time: its rows were incomplete
-  uint32_t recent;   ///< passes that it may still miss before nobody lingers for it
-  uint32_t retries;  ///< passes in a row in which its rows were incomplete
-  uint32_t ticket;   ///< 1 + slot of the serve loop's ticket under which it is served now; 0: none
+  uint64_t served;    ///< sequence taken last
+  uint64_t pending;   ///< sequence seen and not taken; 0: none
+  uint64_t since;     ///< end of the last look that did not show it
+  uint64_t again;     ///< not to be taken before this time: its rows were incomplete
+  uint32_t recent;    ///< passes that it may still miss before nobody lingers for it
+  uint32_t retries;   ///< times in a row that its rows were incomplete: not for a serve loop before they were complete
+  uint64_t flight;    ///< sequence that a serve loop has under way; 0: none
+  uint64_t seen;      ///< global_time of it
+  uint64_t reported;  ///< sequence of which a missing row was reported last
+  uint32_t rows;      ///< of what is under way
+  uint32_t pad;
 };
 
 /// One call in a serve pass.
@@ -169,6 +177,7 @@ struct DeviceSource {
   uint32_t incomplete;  ///< 0, or why it is not served in this pass: kMissing, kOvertaken
 };
 inline constexpr uint32_t kMissing = 1, kOvertaken = 2;  ///< a row did not come; a newer call overwrites it
+inline constexpr uint32_t kBad = 3;                      ///< an id of a row is out of range
 
 struct Place {
   uint32_t source, token;
@@ -190,7 +199,8 @@ struct ServeState {
   uint64_t last_look, first_pending;
   uint64_t gather, experts, send;  ///< global_time at which each began
   uint64_t waited;                 ///< ns from the first call line of the pass to gather
-  uint64_t loops;                  ///< serve loops that have ended
+  uint64_t loops;                  ///< serve passes that have ended
+  uint32_t checked;                ///< blocks that have begun to follow, over all serve loops
   uint64_t started;                ///< global_time of the first one
   uint64_t records;                ///< of passes that served somebody, so far
 };
@@ -243,7 +253,6 @@ struct World {
   uint32_t row_stride;  ///< bytes of a gathered row: whole lines' payload
   double per_latent;    ///< 1 / L
   float per_expert;     ///< 1 / experts
-  uint32_t megahertz;   ///< of a multiprocessor's clock at its highest: for bounds, which may come later
   uint32_t per_slot;    ///< 2^16 / K, rounded up: i / K is i * per_slot >> 16 up to 2^11
   uint64_t linger_ns;
   uint64_t experts_delay_ns, send_delay_ns, call_delay_ns;
@@ -262,12 +271,12 @@ struct World {
   uint64_t* begun;           ///< [lanes_all + 1] passes begun: of each lane, and of serving
   // Loops
   uint32_t call_blocks, serve_blocks;
-  uint32_t long_way;   ///< drills are configured, or it is asked for: nothing ends within a loop
-  uint32_t settle;     ///< how out becomes visible before done
-  DeviceCall* calls;   ///< [lanes_all, kMostRecords]
-  Line* call_ticket;   ///< [lanes_all, 1 + kLoopTokens * token_lines]
-  Line* serve_ticket;  ///< [kServeTickets, 2]
-  uint64_t* result;    ///< [kServeTickets]: rows done and what was wrong with them
+  uint32_t long_way;  ///< drills are configured, or it is asked for: nothing ends within a loop
+  uint32_t settle;    ///< how out becomes visible before done
+  DeviceCall* calls;  ///< [lanes_all, kMostRecords]
+  Line* call_ticket;  ///< [lanes_all]
+  ServeGo* serve_go;
+  Mark* mark;  ///< [ranks, lanes_all, blocks that share a source]
   // Serve pass
   ServeState* serve;
   Watch* watch;           ///< [ranks, lanes_all]

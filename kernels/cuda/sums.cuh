@@ -13,6 +13,7 @@ inline constexpr uint32_t kLineValues = kLinePayload / 2;  ///< BF16 values of o
 struct SumCall {
   const uint16_t* gamma;  ///< nullptr: 1
   bool norm;
+  bool settle;  ///< out is in the GPU's L2 when what sum_tokens returns is known
 };
 
 /// Shared memory of sum_token, beside the rows.
@@ -157,10 +158,20 @@ __device__ inline uint64_t scale_4(uint64_t bits, uint64_t gamma, double rstd) {
   return bf16_pair(value[0], value[1]) | uint64_t{bf16_pair(value[2], value[3])} << 32;
 }
 
+/// Stores 16 bytes of out. What it returns is known, where `settle` is set, when they are in the L2, where every
+/// multiprocessor, copy engine and peer finds them. A fence, or a load behind the store, says no more and waits for all
+/// that the multiprocessor has under way: beside kernels that stream memory 50 to 150 us (design.md section 8).
+__device__ inline uint32_t put_16(uint16_t* at, const ulonglong2& words, bool settle) {
+  if (settle) return static_cast<uint32_t>(exchange_16(at, words).x);
+  store_16(at, words);
+  return 0;
+}
+
 /// Writes one token's row: `row`, L BF16 values in shared memory, times rstd and gamma where `norm` is set.
-__device__ inline void put_row(const uint16_t* row, uint16_t* out, uint32_t columns, const SumCall& call, bool norm,
-                               double rstd) {
+__device__ inline uint32_t put_row(const uint16_t* row, uint16_t* out, uint32_t columns, const SumCall& call, bool norm,
+                                   double rstd) {
   constexpr uint64_t kOnes = 0x3F803F803F803F80ULL;
+  uint32_t before = 0;
 #pragma unroll 2
   for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) {
     ulonglong2 words = *reinterpret_cast<const ulonglong2*>(row + p * 8);
@@ -169,30 +180,21 @@ __device__ inline void put_row(const uint16_t* row, uint16_t* out, uint32_t colu
       if (call.gamma != nullptr) gamma = *reinterpret_cast<const ulonglong2*>(call.gamma + p * 8);
       words = {scale_4(words.x, gamma.x, rstd), scale_4(words.y, gamma.y, rstd)};
     }
-    store_16(out + p * 8, words);
+    before |= put_16(out + p * 8, words, call.settle);
   }
-}
-
-/// Touches what put_row has stored of a token, by the same threads. When what is returned is known, out is in the L2,
-/// where every multiprocessor, copy engine and peer finds it. A fence, or a load behind the store, says no more and
-/// waits for all that the multiprocessor has under way: beside kernels that stream memory 50 to 150 us (design.md
-/// section 8).
-__device__ inline uint32_t touch_row(uint16_t* out, uint32_t columns) {
-  uint32_t all = 0;
-#pragma unroll 2
-  for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) all |= touch_u32(out + p * 8);
-  return all;
+  return before;
 }
 
 /// Tokens first, first + step, ... below `end`, by a team. set(i): the ranks whose partials the i-th has; the same for
 /// all threads. rows: room for two rows of L BF16 values in shared memory.
 /// stop(token, rank, found, missing): as in sum_lines; what has stopped leaves rubbish in its out.
 template <class Z, class Set, class Stop>
-__device__ void sum_tokens(const World& w, const Peer* peers, uint32_t lane, uint32_t first, uint32_t step,
-                           uint32_t end, const SumCall& call, uint16_t* out, uint16_t* rows, SumShared& shared, Set set,
-                           Stop stop) {
-  if (first >= end) return;
+__device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane, uint32_t first, uint32_t step,
+                               uint32_t end, const SumCall& call, uint16_t* out, uint16_t* rows, SumShared& shared,
+                               Set set, Stop stop) {
+  if (first >= end) return 0;
   const uint32_t n = Z::latent(w);
+  uint32_t before = 0;
   const uint32_t lines = Z::partial_lines(w);
   const uint32_t group = team_thread() / kLineLanes;
   const uint32_t part = threadIdx.x % kLineLanes;
@@ -232,12 +234,12 @@ __device__ void sum_tokens(const World& w, const Peer* peers, uint32_t lane, uin
     const double total = sum_squares(squares, shared, turn);
     const bool norm = call.norm && total != 0.0;
     const double rstd = norm ? inverse_root(total * w.per_latent + static_cast<double>(w.shape.norm_eps)) : 1.0;
-    put_row(row, out + uint64_t{token} * n, n, call, norm, rstd);
+    before |= put_row(row, out + uint64_t{token} * n, n, call, norm, rstd);
     squares = 0.0;
     base = 0;
     token = next;
     ++turn;
-    if (token >= end) return;
+    if (token >= end) return before;
   }
 }
 

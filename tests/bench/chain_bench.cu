@@ -1,7 +1,7 @@
 // Routed identity calls from bell to done with no CPU between: a kernel on each GPU rings its rank's bell, waits for
 // done and rings again, one event pair round all of it. Two ranks, both call at once.
-//   chain_bench [--latent L --top-k K --experts E] [--tokens T,...] [--calls N] [--load] [--ablate]
-// Exits 0 measured, 1 a failure or a wrong result, 2 this machine lacks two GPUs.
+//   chain_bench [--latent L --top-k K --experts E] [--tokens T,...] [--calls N] [--one-gpu] [--load] [--ablate]
+// Exits 0 measured, 1 a failure or a wrong result, 2 this machine lacks two GPUs, or one for --one-gpu.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <atomic>
@@ -22,6 +22,7 @@ namespace {
 using namespace moed;
 using bench::kRanks;
 using bench::kWarmUp;
+using bench::Load;
 using bench::Options;
 using bench::percentile;
 using bench::Rank;
@@ -31,10 +32,13 @@ struct Row {
   double phase[3] = {};               ///< medians
 };
 
+int gpus(const Options& o) { return o.one_gpu ? 1 : kRanks; }
+
 class Bench {
  public:
   explicit Bench(const Options& o) : options_(o) {
     const uint32_t most = *std::max_element(o.tokens.begin(), o.tokens.end());
+    for (int gpu = 0; o.load && gpu < gpus(o); ++gpu) loads_.push_back(std::make_unique<Load>(gpu, o.load_block));
     for (uint32_t r = 0; r < kRanks; ++r) rank_.push_back(std::make_unique<Rank>(o, r, most));
     test::give_segment(rank_[0]->backend(), 0, rank_[1]->backend(), 1);
     test::give_segment(rank_[1]->backend(), 1, rank_[0]->backend(), 0);
@@ -51,6 +55,7 @@ class Bench {
       });
   }
   ~Bench() {
+    for (auto& load : loads_) load->end();
     stop_ = true;
     for (std::thread& t : threads_) t.join();
     for (int r = 0; r < kRanks; ++r) rank_[r]->backend().link_changed(1 - r, LinkState::lost, 0);
@@ -110,6 +115,7 @@ class Bench {
   }
 
   void run(const std::vector<uint32_t>& numbers, uint32_t calls) {
+    for (auto& load : loads_) load->start();
     for (auto& r : rank_) r->start(numbers, calls);
     const Nanos until = now_ns() + 20'000'000'000ULL;
     for (bool all = false; !all;) {
@@ -117,9 +123,11 @@ class Bench {
       for (auto& r : rank_) all = r->ended() && all;
       if (now_ns() > until) throw std::runtime_error("a chain of calls has no end within 20 s");
     }
+    for (auto& load : loads_) load->stop();
   }
 
   const Options& options_;
+  std::vector<std::unique_ptr<Load>> loads_;  ///< one a GPU; before rank_, whose kernels have to be gone before they go
   std::vector<std::unique_ptr<Rank>> rank_;
   std::vector<std::thread> threads_;
   std::vector<CallRecord> samples_[kRanks];
@@ -199,18 +207,31 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1U, kMaxTokens))
       ->capture_default_str();
   app.add_option("--calls", o.calls, "calls of a chain")->check(CLI::Range(1U, 100'000U))->capture_default_str();
+  app.add_flag("--one-gpu", o.one_gpu, "both ranks on GPU 0");
   app.add_flag("--load", o.load, "a kernel streams memory on all multiprocessors beside it");
+  app.add_option("--load-threads", o.load_block.threads, "threads of each of its blocks")
+      ->check(CLI::Range(32U, 512U))
+      ->capture_default_str();
+  app.add_option("--load-shared", o.load_block.shared_bytes, "bytes of shared memory of each of its blocks")
+      ->check(CLI::Range(0U, 227U << 10))
+      ->capture_default_str();
   app.add_flag("--ablate", ablate, "then a table of variants: what else was tried, and whether it is safe");
   app.add_option("--call-blocks", o.tuning.call_blocks, "blocks of a call loop; 0: as the back end chooses");
   app.add_option("--serve-blocks", o.tuning.serve_blocks, "blocks of the serve loop");
   CLI11_PARSE(app, argc, argv);
   try {
-    if (gpu_count() < kRanks) {
-      std::fprintf(stderr, "chain_bench: needs 2 GPUs, there are %d\n", gpu_count());
+    const int needed = gpus(o), have = gpu_count();
+    if (have < needed) {
+      std::fprintf(stderr, "chain_bench: needs %d GPU%s, there are %d%s\n", needed, needed == 1 ? "" : "s", have,
+                   have == 1 ? "; --one-gpu takes one" : "");
       return 2;
     }
-    std::printf("routed identity call with norm, latent %u, top_k %u of %u experts, 2 ranks on 2 GPUs%s\n", o.latent,
-                o.top_k, o.experts, o.load ? ", beside kernels that stream memory on all multiprocessors" : "");
+    std::printf("routed identity call with norm, latent %u, top_k %u of %u experts, 2 ranks on %d GPU%s", o.latent,
+                o.top_k, o.experts, needed, needed == 1 ? "" : "s");
+    if (o.load)
+      std::printf(", beside a kernel that streams memory on all multiprocessors (blocks of %u threads and %u KiB)",
+                  o.load_block.threads, o.load_block.shared_bytes >> 10);
+    std::printf("\n");
     print_table(o);
     if (ablate) print_variants(o);
     return 0;

@@ -13,6 +13,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/ptx.cuh"
+#include "tests/bench/load.h"
 #include "tests/support/cases.h"
 #include "tests/support/oracle.h"
 #include "tests/support/tolerance.h"
@@ -48,31 +49,13 @@ static __global__ void chain(DeviceMailbox* box, const uint32_t* numbers, uint32
   }
 }
 
-/// Reads memory on all multiprocessors until told to end.
-static __global__ void __launch_bounds__(512)
-    stream_memory(const uint4* memory, uint64_t count, const volatile uint32_t* end, uint32_t* sink) {
-  uint32_t sum = 0;
-  while (*end == 0) {
-    uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    for (uint32_t turn = 0; turn < 64; ++turn) {
-      uint4 v[4];
-#pragma unroll
-      for (auto& one : v) {
-        one = __ldcs(memory + i % count);
-        i += uint64_t{gridDim.x} * blockDim.x;
-      }
-#pragma unroll
-      for (const auto& one : v) sum += one.x ^ one.y ^ one.z ^ one.w;
-    }
-  }
-  if (sum == 0x12345678U) *sink = sum;
-}
-
 struct Options {
   uint32_t latent = 3584, top_k = 16, experts = 896;
   std::vector<uint32_t> tokens{1, 5, 16, 64, 128};
   uint32_t calls = 1000, series = 5;
+  bool one_gpu = false;  ///< both ranks on GPU 0
   bool load = false;
+  LoadBlock load_block{};
   BackendOptions::Tuning tuning{};
 };
 
@@ -82,7 +65,10 @@ inline Shape shape_of(const Options& o) { return make_shape(7168, o.latent, 3072
 class Rank {
  public:
   Rank(const Options& o, uint32_t rank, uint32_t max_tokens)
-      : options_(o), shape_(shape_of(o)), rank_(rank), slot_(arena_slot(shape_, 0, max_tokens)) {
+      : shape_(shape_of(o)),
+        rank_(rank),
+        device_(o.one_gpu ? 0 : static_cast<int>(rank)),
+        slot_(arena_slot(shape_, 0, max_tokens)) {
     BackendOptions b;
     b.shape = shape_;
     b.rank = rank;
@@ -90,40 +76,32 @@ class Rank {
     b.lanes = 1;
     b.max_tokens = max_tokens;
     b.in_process = true;
-    b.device = std::to_string(rank);
+    b.device = std::to_string(device_);
     b.tuning = o.tuning;
     backend_ = make_cuda_backend(std::move(b));
     LaneMemory memory;
     const uint64_t bytes = slot_.end * o.tokens.size();
     if (backend_->open_lane(kLane, ArenaKind::gpu, bytes, memory) != Status::ok)
       throw std::runtime_error(backend_->last_error());
-    check(cudaSetDevice(static_cast<int>(rank)), "cudaSetDevice");
+    check(cudaSetDevice(device_), "cudaSetDevice");
     std::string why;
     driver_ = cuda::driver(why);
-    memory_ = std::make_unique<cuda::Memory>(*driver_, static_cast<int>(rank));
+    memory_ = std::make_unique<cuda::Memory>(*driver_, device_);
     mailbox_ = memory_->import_fd(memory.device_mailbox, sizeof(DeviceMailbox), why);
     arena_ = memory_->import_fd(memory.arena, bytes, why);
     if (!mailbox_ || !arena_) throw std::runtime_error(why);
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream");
-    check(cudaStreamCreateWithFlags(&load_, cudaStreamNonBlocking), "stream");
     check(cudaMalloc(&numbers_, 64 * sizeof(uint32_t)), "cudaMalloc");
     check(cudaMalloc(&cycles_, 1'000'000 * sizeof(uint32_t)), "cudaMalloc");
     check(cudaMallocHost(&failed_, 64), "cudaMallocHost");
-    check(cudaMallocHost(&end_, 64), "cudaMallocHost");
-    if (o.load) check(cudaMalloc(&bulk_, kBulk), "cudaMalloc");
-    // As a kernel that keeps what it streams in shared memory: else no other block that has some fits beside it.
-    check(cudaFuncSetAttribute(stream_memory, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "carveout");
     for (auto& event : event_) check(cudaEventCreate(&event), "event");
-    cudaDeviceProp properties{};
-    check(cudaGetDeviceProperties(&properties, static_cast<int>(rank)), "properties");
-    processors_ = properties.multiProcessorCount;
   }
 
   Backend& backend() { return *backend_; }
 
   /// Registers calls 1, 2, ... of the given sizes, each with input of its own.
   void prepare(const std::vector<uint32_t>& tokens) {
-    check(cudaSetDevice(static_cast<int>(rank_)), "cudaSetDevice");
+    check(cudaSetDevice(device_), "cudaSetDevice");
     rows_.clear();
     for (size_t i = 0; i < tokens.size(); ++i) {
       const uint64_t at = i * slot_.end;
@@ -145,15 +123,11 @@ class Rank {
   }
 
   void start(const std::vector<uint32_t>& numbers, uint32_t calls) {
-    check(cudaSetDevice(static_cast<int>(rank_)), "cudaSetDevice");
+    check(cudaSetDevice(device_), "cudaSetDevice");
     calls_ = calls;
     *failed_ = 0;
     check(cudaMemcpyAsync(numbers_, numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice, stream_), "copy");
     check(cudaStreamSynchronize(stream_), "copy");
-    if (options_.load) {
-      *end_ = 0;
-      stream_memory<<<processors_, 512, 32 << 10, load_>>>(static_cast<const uint4*>(bulk_), kBulk / 16, end_, cycles_);
-    }
     check(cudaEventRecord(event_[0], stream_), "event");
     chain<<<1, 1, 0, stream_>>>(mailbox_.as<DeviceMailbox>(), numbers_, static_cast<uint32_t>(numbers.size()), calls,
                                 cycles_, failed_);
@@ -162,10 +136,9 @@ class Rank {
   }
 
   bool ended() {
-    cudaSetDevice(static_cast<int>(rank_));
+    cudaSetDevice(device_);
     const cudaError_t e = cudaStreamQuery(stream_);
     if (e != cudaErrorNotReady) check(e, "the chain");
-    if (e == cudaSuccess) *static_cast<volatile uint32_t*>(end_) = 1;
     return e == cudaSuccess;
   }
 
@@ -173,19 +146,18 @@ class Rank {
 
   /// Microseconds a call by the events, and each call's cycles.
   double collect(std::vector<uint32_t>& cycles) {
-    check(cudaSetDevice(static_cast<int>(rank_)), "cudaSetDevice");
+    check(cudaSetDevice(device_), "cudaSetDevice");
     if (*failed_ != 0) throw std::runtime_error("call " + std::to_string(*failed_ - 1) + " has no end");
     cycles.resize(calls_);
     check(cudaMemcpyAsync(cycles.data(), cycles_, calls_ * 4, cudaMemcpyDeviceToHost, stream_), "copy");
     check(cudaStreamSynchronize(stream_), "copy");
-    check(cudaStreamSynchronize(load_), "load");
     float ms = 0;
     check(cudaEventElapsedTime(&ms, event_[0], event_[1]), "event");
     return ms * 1e3 / calls_;
   }
 
   void poison() {
-    check(cudaSetDevice(static_cast<int>(rank_)), "cudaSetDevice");
+    check(cudaSetDevice(device_), "cudaSetDevice");
     for (size_t i = 0; i < rows_.size(); ++i)
       check(cudaMemsetAsync(arena_.as<std::byte>() + i * slot_.end + slot_.out, 0xFF, rows_[i].x.size() * 2, stream_),
             "poison");
@@ -194,7 +166,7 @@ class Rank {
 
   /// Throws unless the last answer to each registered call is the oracle's within one ulp.
   void verify() {
-    check(cudaSetDevice(static_cast<int>(rank_)), "cudaSetDevice");
+    check(cudaSetDevice(device_), "cudaSetDevice");
     for (size_t i = 0; i < rows_.size(); ++i) {
       const oracle::Result want = oracle::routed(oracle_layer(shape_), rows_[i], kRanks);
       std::vector<uint16_t> got(want.out.size());
@@ -212,26 +184,22 @@ class Rank {
   bool phases(CallRecord& record) { return backend_->poll(kLane, now_ns(), record); }
 
  private:
-  static constexpr uint64_t kBulk = uint64_t{4} << 30;
-
   void copy(uint64_t to, const void* from, uint64_t bytes) {
     check(cudaMemcpyAsync(arena_.as<std::byte>() + to, from, bytes, cudaMemcpyHostToDevice, stream_), "copy");
     check(cudaStreamSynchronize(stream_), "copy");
   }
 
-  const Options& options_;
   const Shape shape_;
   const uint32_t rank_;
+  const int device_;
   const ArenaSlot slot_;
   std::unique_ptr<Backend> backend_;
   const cuda::Driver* driver_ = nullptr;
   std::unique_ptr<cuda::Memory> memory_;
   cuda::Allocation mailbox_, arena_;
-  cudaStream_t stream_ = nullptr, load_ = nullptr;
+  cudaStream_t stream_ = nullptr;
   cudaEvent_t event_[2] = {};
-  uint32_t *numbers_ = nullptr, *cycles_ = nullptr, *failed_ = nullptr, *end_ = nullptr;
-  void* bulk_ = nullptr;
-  int processors_ = 0;
+  uint32_t *numbers_ = nullptr, *cycles_ = nullptr, *failed_ = nullptr;
   uint32_t calls_ = 0;
   std::vector<oracle::Rows> rows_;
   ServeRecord served_{};

@@ -1,8 +1,9 @@
 // What a routed call would cost as two NCCL collectives, dispatch and combine: the baseline beside cuda_bench. One
 // process, one thread a GPU, pairs captured in a CUDA graph on one stream, the graph replayed back to back.
 // It does less than a routed call: no quantisation, no placing by route, no norm; all ranks are in step.
-//   nccl_pairs [--nccl PATH] [--ranks N] [--tokens T,...] [--replays R] [--limit-s S]
-// Exits 0 measured, 1 a failure, a wrong result or the time limit, 2 this machine lacks GPUs or the library.
+//   nccl_pairs [--nccl PATH] [--ranks N] [--tokens T,...] [--replays R] [--load] [--limit-s S]
+// Exits 0 measured, 1 a failure, a wrong result, no end beside the load or the time limit, 2 this machine lacks GPUs or
+// the library.
 #include <cuda_runtime.h>
 #include <nccl.h>
 
@@ -10,110 +11,39 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
-#include <bit>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
-#include <stop_token>
+#include <exception>
+#include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
+#include "tests/bench/load.h"
+#include "tests/bench/nccl_case.h"
 #include "tests/bench/nccl_library.h"
+#include "tests/bench/watchdog.h"
 
 namespace {
 
-using moed::bench::check;
-using moed::bench::fail;
-using moed::bench::Nccl;
+using namespace moed::bench;
 
-constexpr size_t kLatent = 3584;  ///< Kimi K3
-constexpr size_t kTopK = 16;
-constexpr size_t kIdsAndWeights = kTopK * (sizeof(int32_t) + sizeof(float));
 constexpr int kPairs = 50;    ///< pairs in a graph
 constexpr int kWarmUps = 20;  ///< replays before those that count
 constexpr int kMaxRanks = 8;
 constexpr uint8_t kPoison = 0xFF;  ///< no byte of a payload; as BF16 a NaN
+constexpr int kStuckS = 20;        ///< seconds after which what is measured beside the load has no end
 
 struct Options {
   std::string nccl = "libnccl.so.2";
   int ranks = 2;
   std::vector<size_t> tokens{1, 5, 16, 64, 128};
   int replays = 200;
+  bool load = false;
   int limit_s = 120;
-};
-
-/// How a token's row travels to the experts, always with its ids and weights. bytes: of one row.
-struct Format {
-  const char* name;
-  size_t bytes;
-};
-constexpr Format kFormats[] = {
-    {"BF16", kLatent * sizeof(uint16_t) + kIdsAndWeights},
-    {"MXFP8", kLatent + kLatent / 32 + kIdsAndWeights},
-};
-
-struct System {
-  const char* name;
-  bool all_to_all;  ///< else all-gather and reduce-scatter
-  bool windows;     ///< symmetric memory, registered
-};
-constexpr System kSystems[] = {
-    {"all-to-all x2, plain buffers", true, false},
-    {"all-gather + reduce-scatter, plain buffers", false, false},
-    {"all-gather + reduce-scatter, symmetric windows", false, true},
-};
-
-/// Ends the process when it is alive after `limit`: a collective whose peer has failed never returns.
-class Watchdog {
- public:
-  explicit Watchdog(int limit_s)
-      : thread_([this, limit_s](const std::stop_token& stop) {
-          std::unique_lock lock(mutex_);
-          ended_.wait_for(lock, stop, std::chrono::seconds(limit_s), [] { return false; });
-          if (!stop.stop_requested())
-            fail(1, "not done after --limit-s " + std::to_string(limit_s) +
-                        "; a collective may hang: see NCCL_DEBUG=INFO");
-        }) {}
-
- private:
-  std::mutex mutex_;
-  std::condition_variable_any ended_;
-  std::jthread thread_;  // last: it uses the others
-};
-
-/// What rank `source` sends to rank `target`, element i of the chunk.
-uint8_t dispatch_value(size_t source, size_t target, size_t i) {
-  return static_cast<uint8_t>((i * 31 + source * 17 + target * 5) % 251);
-}
-/// Small whole numbers: BF16 holds them and the sum of eight of them exactly.
-uint32_t combine_value(size_t source, size_t target, size_t i) {
-  return 1 + static_cast<uint32_t>((i * 7 + source * 13 + target * 3) % 16);
-}
-uint16_t bf16(uint32_t value) {
-  return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16);
-}
-
-struct Buffers {
-  void *dispatch_send = nullptr, *dispatch_recv = nullptr, *combine_send = nullptr, *combine_recv = nullptr;
-  auto all() { return std::vector<void**>{&dispatch_send, &dispatch_recv, &combine_send, &combine_recv}; }
-};
-
-/// One measurement: a system, a format, T. chunk_*: what one rank sends another, in bytes and in BF16 elements.
-struct Case {
-  System system;
-  Format format;
-  size_t tokens;
-  size_t ranks;
-  size_t chunk_bytes() const { return tokens * format.bytes; }
-  size_t chunk_elements() const { return tokens * kLatent; }
-};
-
-struct Times {
-  double median_us, p99_us;
 };
 
 /// What the threads share.
@@ -123,11 +53,22 @@ struct Bench {
   const Options& options;
   const Nccl& nccl;
   std::vector<Case> cases;
-  std::vector<Times> times;            ///< by case, written by rank 0
   std::barrier<> step;                 ///< nothing that allocates or maps runs while a peer waits on its GPU
   std::vector<std::vector<float>> us;  ///< [rank][replay]: us per pair
   std::atomic<bool> windows{true};     ///< all ranks have symmetric windows
+  std::atomic<bool> late{false};       ///< this case had no end beside the load
+  std::string_view stuck;              ///< the last system of which a case had none, written by rank 0
 };
+
+/// What throws ends the process: the other ranks wait for this one.
+template <class F>
+auto or_fail(F f) {
+  try {
+    return f();
+  } catch (const std::exception& e) {
+    fail(1, e.what());
+  }
+}
 
 class Rank {
  public:
@@ -144,6 +85,7 @@ class Rank {
         (wanted + NCCL_WIN_REQUIRED_ALIGNMENT - 1) / NCCL_WIN_REQUIRED_ALIGNMENT * NCCL_WIN_REQUIRED_ALIGNMENT;
     for (void** buffer : plain_.all()) check(cudaMalloc(buffer, bytes), "cudaMalloc");
     for (void** buffer : symmetric_.all()) nccl_.check(nccl_.ncclMemAlloc(buffer, bytes), "ncclMemAlloc");
+    if (bench.options.load) load_ = or_fail([rank] { return std::make_unique<Load>(rank); });
     bench.step.arrive_and_wait();
     for (void** buffer : symmetric_.all()) {
       ncclWindow_t window = nullptr;
@@ -257,7 +199,19 @@ class Rank {
                 " instead of " + std::to_string(wanted));
   }
 
+  /// Starts the load, if there is one. NCCL may find no room beside it: after kStuckS the load ends, so that NCCL gets
+  /// on and nothing hangs.
+  std::unique_ptr<Watchdog> start_load() {
+    if (!load_) return nullptr;
+    or_fail([this] { load_->start(); });
+    return std::make_unique<Watchdog>(std::chrono::seconds(kStuckS), [this] {
+      bench_.late = true;
+      load_->end();
+    });
+  }
+
   void time(cudaGraphExec_t replay) {
+    const std::unique_ptr<Watchdog> watchdog = start_load();
     for (int i = 0; i < kWarmUps; ++i) check(cudaGraphLaunch(replay, stream_), "cudaGraphLaunch");
     check(cudaStreamSynchronize(stream_), "the warm-up");
     bench_.step.arrive_and_wait();
@@ -267,6 +221,8 @@ class Rank {
       check(cudaEventRecord(events_[i], stream_), "cudaEventRecord");
     }
     check(cudaStreamSynchronize(stream_), "the replays");
+    bench_.step.arrive_and_wait();
+    if (load_) or_fail([this] { load_->stop(); });
     std::vector<float>& us = bench_.us[rank_];
     us.resize(events_.size() - 1);
     for (size_t i = 0; i < us.size(); ++i) {
@@ -288,6 +244,11 @@ class Rank {
   std::vector<cudaEvent_t> events_;
   Buffers plain_, symmetric_;
   std::vector<ncclWindow_t> windows_;
+  std::unique_ptr<Load> load_;
+};
+
+struct Times {
+  double median_us, p99_us;
 };
 
 /// Of each replay the slower rank's time.
@@ -299,12 +260,42 @@ Times summary(const std::vector<std::vector<float>>& us) {
   return {slowest[slowest.size() / 2], slowest[(slowest.size() * 99 + 99) / 100 - 1]};
 }
 
+void print_title(const Bench& bench) {
+  std::printf("\nus per pair (dispatch + combine)%s, median (p99) of %d replays of %d pairs; values checked\n",
+              bench.options.load ? " beside a kernel that streams memory on all multiprocessors" : "",
+              bench.options.replays, kPairs);
+  std::printf("%-47s %-6s", "collectives", "rows");
+  for (size_t tokens : bench.options.tokens) std::printf(" %15s", ("T=" + std::to_string(tokens)).c_str());
+}
+
+/// Case i as the table has it, at once: what was measured is seen even should a later case hang.
+void print_case(const Bench& bench, size_t i, bool ran) {
+  const Case& c = bench.cases[i];
+  const bool first = i % bench.options.tokens.size() == 0;
+  if (first) std::printf("\n%-47s %-6s", c.system.name, c.format.name);
+  if (ran && bench.late) {
+    std::printf(" no end within %d s", kStuckS);
+  } else if (ran) {
+    const Times times = summary(bench.us);
+    std::printf(" %7.2f (%5.2f)", times.median_us, times.p99_us);
+  } else if (bench.stuck != c.system.name) {
+    std::printf(" %15s", "-");  // no windows
+  } else if (first) {
+    std::printf(" not tried any more");
+  }
+  std::fflush(stdout);
+}
+
 void run_rank(Bench& bench, int rank, ncclComm_t comm) {
   Rank self(bench, rank, comm);
   for (size_t i = 0; i < bench.cases.size(); ++i) {
-    if (bench.cases[i].system.windows && !bench.windows) continue;
-    self.run(bench.cases[i]);
-    if (rank == 0) bench.times[i] = summary(bench.us);
+    const Case& c = bench.cases[i];
+    const bool runs = (bench.windows || !c.system.windows) && bench.stuck != c.system.name;
+    if (runs) self.run(c);
+    if (rank == 0) {
+      print_case(bench, i, runs);
+      if (bench.late.exchange(false)) bench.stuck = c.system.name;
+    }
     bench.step.arrive_and_wait();
   }
 }
@@ -321,6 +312,7 @@ Options parse(int argc, char** argv) {
   app.add_option("--replays", o.replays, "timed replays of a graph")
       ->check(CLI::Range(200, 100'000))
       ->capture_default_str();
+  app.add_flag("--load", o.load, "a kernel streams memory on all multiprocessors of each GPU beside it");
   app.add_option("--limit-s", o.limit_s, "the program ends by itself")
       ->check(CLI::Range(1, 3600))
       ->capture_default_str();
@@ -354,30 +346,17 @@ void describe(const Options& o, const Nccl& nccl) {
   std::printf("driver for CUDA %d.%d, NCCL_NVLS_ENABLE=0\n", driver / 1000, driver % 1000 / 10);
 }
 
-void print_table(const Bench& bench) {
-  std::printf("\nus per pair (dispatch + combine), median (p99) of %d replays of %d pairs; values checked\n",
-              bench.options.replays, kPairs);
-  std::printf("%-47s %-6s", "collectives", "rows");
-  for (size_t tokens : bench.options.tokens) std::printf(" %15s", ("T=" + std::to_string(tokens)).c_str());
-  const size_t columns = bench.options.tokens.size();
-  for (size_t i = 0; i < bench.cases.size(); ++i) {
-    const Case& c = bench.cases[i];
-    if (i % columns == 0) std::printf("\n%-47s %-6s", c.system.name, c.format.name);
-    if (c.system.windows && !bench.windows)
-      std::printf(" %15s", "-");
-    else
-      std::printf(" %7.2f (%5.2f)", bench.times[i].median_us, bench.times[i].p99_us);
-  }
-  std::printf("\n");
-  if (!bench.windows) std::printf("NCCL gave no symmetric windows here: NCCL_DEBUG=INFO says why\n");
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
-  const Watchdog watchdog(options.limit_s);
+  const Watchdog watchdog(std::chrono::seconds(options.limit_s), [&options] {
+    fail(1, "not done after --limit-s " + std::to_string(options.limit_s) +
+                "; a collective may hang: see NCCL_DEBUG=INFO");
+  });
   ::setenv("NCCL_NVLS_ENABLE", "0", 1);  // multicast can take the GPUs of a host out of service
+  // With few queues a stream of NCCL may share the load's, and wait for it.
+  if (options.load) ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
   const Nccl nccl(options.nccl);
   describe(options, nccl);
 
@@ -386,13 +365,15 @@ int main(int argc, char** argv) {
     for (const Format& format : kFormats)
       for (size_t tokens : options.tokens)
         bench.cases.push_back({system, format, tokens, static_cast<size_t>(options.ranks)});
-  bench.times.resize(bench.cases.size());
   std::vector<ncclComm_t> comms(static_cast<size_t>(options.ranks));
   nccl.check(nccl.ncclCommInitAll(comms.data(), options.ranks, nullptr), "ncclCommInitAll");
+  print_title(bench);
   {
     std::vector<std::jthread> threads;
     for (int rank = 0; rank < options.ranks; ++rank)
       threads.emplace_back([&bench, &comms, rank] { run_rank(bench, rank, comms[static_cast<size_t>(rank)]); });
   }
-  print_table(bench);
+  std::printf("\n");
+  if (!bench.windows) std::printf("NCCL gave no symmetric windows here: NCCL_DEBUG=INFO says why\n");
+  return bench.stuck.empty() ? 0 : 1;
 }
