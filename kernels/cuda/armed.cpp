@@ -1,31 +1,46 @@
 #include "kernels/cuda/armed.h"
 
+#include "kernels/cuda/passes.h"
+
 namespace moed::cuda {
 
 Armed::~Armed() {
-  if (pass_ != nullptr) cudaGraphExecDestroy(pass_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
 }
 
-void Armed::set_pass(cudaGraphExec_t pass, const uint64_t& begun, const uint64_t& completed) {
-  pass_ = pass;
+void Armed::set_pass(Pass pass, const uint64_t& begun, uint64_t& completed) {
+  pass_ = std::move(pass);
   begun_ = &begun;
   completed_ = &completed;
 }
 
 cudaError_t Armed::fill(uint64_t depth, uint64_t most) {
+  const std::lock_guard lock(mutex_);
+  return fill_locked(depth, most);
+}
+
+cudaError_t Armed::fill_locked(uint64_t depth, uint64_t most) {
   cudaError_t e = cudaSuccess;
   for (uint64_t i = 0; i < most && ahead() < depth && e == cudaSuccess; ++i) {
-    e = cudaGraphLaunch(pass_, stream_);
-    if (e == cudaSuccess) ++launched_;
+    e = pass_(launched_ + 1);
+    if (e == cudaSuccess) launched_ += kLoopsPerPass;
   }
   return e;
 }
 
 CUresult Armed::park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t passes, cudaError_t& launched) {
+  const std::lock_guard lock(mutex_);
   const CUresult waits = driver.cuStreamWaitValue32(stream_, word, value, CU_STREAM_WAIT_VALUE_GEQ);
-  if (waits == CUDA_SUCCESS) launched = fill(passes, passes);
+  if (waits == CUDA_SUCCESS) launched = fill_locked(passes, passes);
   return waits;
+}
+
+cudaError_t Armed::mark() {
+  const std::lock_guard lock(mutex_);
+  if (marked_ == launched_) return cudaSuccess;
+  const cudaError_t e = launch_marker(completed_, launched_, stream_);
+  if (e == cudaSuccess) marked_ = launched_.load();
+  return e;
 }
 
 }  // namespace moed::cuda

@@ -5,7 +5,8 @@
 
 #include <atomic>
 #include <cstring>
-#include <string>
+#include <functional>
+#include <mutex>
 
 #include "kernels/cuda/driver.h"
 #include "kernels/cuda/state.h"
@@ -30,8 +31,12 @@ bool take_tagged(const Tagged<Record>& from, uint64_t number, size_t bytes, Reco
   return true;
 }
 
+/// From any thread.
 class Armed {
  public:
+  /// Queues one pass, whose first loop has this number.
+  using Pass = std::function<cudaError_t(uint64_t loop)>;
+
   Armed() = default;
   Armed(const Armed&) = delete;
   Armed& operator=(const Armed&) = delete;
@@ -39,25 +44,36 @@ class Armed {
 
   cudaError_t make(int priority) { return cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority); }
   cudaStream_t stream() const { return stream_; }
-  /// Takes the pass over. `begun`, `completed`: the board's words of this stream.
-  void set_pass(cudaGraphExec_t pass, const uint64_t& begun, const uint64_t& completed);
+  /// `begun`, `completed`: the board's words of this stream.
+  void set_pass(Pass pass, const uint64_t& begun, uint64_t& completed);
 
   /// Queues passes until `depth` are ahead, at most `most` of them now. Never waits.
   cudaError_t fill(uint64_t depth, uint64_t most);
   /// Queues passes behind a wait for *word >= value, cyclically: a stream memory operation costs the GPU nothing while
   /// it waits. Several, because nobody queues more before the host has looked again.
   CUresult park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t passes, cudaError_t& launched);
+  /// Has the GPU say when all that is queued by now has ended. Loops do not say it by themselves: they begin before those
+  /// ahead have ended, and what says it stops the stream for a moment.
+  cudaError_t mark();
 
-  uint64_t ahead() const { return launched_ - host_load(*completed_); }
+  /// Passes that have not begun, at least in part.
+  uint64_t ahead() const { return (launched_ - begun() + kLoopsPerPass - 1) / kLoopsPerPass; }
+  /// Loops that have begun, and that a marker has said to have ended.
   uint64_t begun() const { return host_load(*begun_); }
   uint64_t completed() const { return host_load(*completed_); }
+  /// Whether nothing runs and nothing is queued.
+  bool settled() const { return completed() == launched_; }
 
  private:
+  cudaError_t fill_locked(uint64_t depth, uint64_t most);
+
   cudaStream_t stream_ = nullptr;
-  cudaGraphExec_t pass_ = nullptr;
+  Pass pass_;
   const uint64_t* begun_ = nullptr;
-  const uint64_t* completed_ = nullptr;
-  uint64_t launched_ = 0;
+  uint64_t* completed_ = nullptr;
+  std::mutex mutex_;  ///< of what is queued
+  std::atomic<uint64_t> launched_{0};
+  uint64_t marked_ = 0;
 };
 
 }  // namespace moed::cuda

@@ -16,7 +16,7 @@ namespace cuda {
 namespace {
 
 constexpr uint32_t kMostLanes = 29, kMostPairs = 32768;
-constexpr uint64_t kServeAhead = 8;         ///< passes queued: 7 ms of loops that nobody calls
+constexpr uint64_t kServeAhead = 8;         ///< passes queued: 22 ms of loops that nobody calls
 constexpr Nanos kIdle = 50'000'000;         ///< nobody having called for so long, the GPU is left alone
 constexpr Nanos kLongestSleep = 5'000'000;  ///< then the queue is filled up again
 constexpr Nanos kSpin = 2'000'000, kMoment = 50'000;
@@ -76,7 +76,8 @@ class CudaBackend final : public Backend {
     constexpr uint32_t on = 1;
     gone = side_->to_gpu(world_.world().disarm, &on, sizeof on) && gone;
     gone = side_->word(world_.world().doorbell, static_cast<uint32_t>(host_load(world_.board().rung)) + 1) && gone;
-    for (const Nanos until = now_ns() + kLetGo; gone && serve_.ahead() != 0;) {
+    gone = health_.good(serve_.mark(), "marker of the serve stream") && gone;
+    for (const Nanos until = now_ns() + kLetGo; gone && !serve_.settled();) {
       gone = now_ns() < until;
       std::this_thread::yield();
     }
@@ -245,7 +246,7 @@ class CudaBackend final : public Backend {
             share(needs.shared, static_cast<double>(gpu.sharedMemPerMultiprocessor))};
   }
 
-  bool serving() override { return host_load(world_.board().serving) > serve_.completed(); }
+  bool serving() override { return host_load(world_.board().serving) > host_load(world_.board().answered); }
   uint32_t handle_kinds() override { return segments_->kinds(); }
   Status health() override {
     if (!health_.lost()) return Status::ok;
@@ -322,7 +323,10 @@ class CudaBackend final : public Backend {
       health_.good(serve_.fill(kServeAhead, kServeAhead), "launch of the serve pass");
       return;
     }
-    if (serve_.ahead() != 0) return;
+    if (!serve_.settled()) {
+      health_.good(serve_.mark(), "marker of the serve stream");
+      return;
+    }
     parked_ = serve_.begun();
     cudaError_t launched = cudaSuccess;
     const auto rung = static_cast<uint32_t>(host_load(world_.board().rung));
@@ -346,10 +350,9 @@ class CudaBackend final : public Backend {
 
   void make_passes(int priority) {
     const World& w = world_.world();
-    cudaGraphExec_t graph = nullptr;
-    need(health_.good(capture_serve_pass(w, serve_.stream(), graph), "graph of the serve pass"));
-    serve_.set_pass(graph, w.board->begun, w.board->completed);
-    need(health_.good(cudaStreamSynchronize(serve_.stream()), "graph of the serve pass"));
+    need(health_.good(prepare_serve_pass(w), "kernels of the serve pass"));
+    serve_.set_pass([this, &w](uint64_t loop) { return launch_serve_pass(w, loop, serve_.stream()); }, w.board->begun,
+                    w.board->completed);
     shop_ =
         std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_, [this] { keep_serving(); }});
     std::vector<cudaStream_t> streams;

@@ -31,10 +31,12 @@ struct CallBlock {
   CallTicket ticket;
   DeviceCall now, ahead;  // the leading block's: the present call, and the record that is likely to be next
   std::byte* arena;
+  DeviceMailbox* mailbox;
   uint64_t turn;         // the present ticket's number; 0: the loop ends
   uint32_t picture;      // that `peer` is from; ~0: none
   uint64_t next_count;   // that its sequences are of
   uint32_t stop;         // the data warps leave what they wait for
+  uint32_t worked;       // the pass before has left a call to the kernels behind the loops
   uint32_t index;        // among the blocks that follow, from 1 in the order in which they have begun; 0: it leads
   uint32_t first, step;  // this block's tokens of the present call
   uint32_t routed;       // call of the loop << 8 | tokens whose routing is known, of this block; kAllRouted: of all
@@ -287,37 +289,40 @@ __device__ void route_own(const World& w, CallBlock& b, const Room& room, uint32
 
 // ---- How the blocks that follow hear of calls.
 
-/// A new ticket of this loop after b.turn, by the last warp's first eight lanes; 0: there is none yet.
-__device__ inline uint64_t read_ticket(const std::byte* line, uint64_t loop, CallBlock& b, bool take) {
+/// A ticket after b.turn, of this loop or a later one, by the last warp's first eight lanes; 0: there is none yet.
+__device__ inline uint64_t read_ticket(const std::byte* line, CallBlock& b, bool take) {
   const uint32_t part = warp_lane();
   ulonglong2 words = {0, 0};
   if (part < kLineLanes) words = load_16(line + part * 16);
   const uint64_t found = __shfl_sync(0xFFFFFFFFU, words.y, kLineLanes - 1);
-  if (found >> kTurnBits != loop || found <= b.turn) return 0;
+  if (found <= b.turn) return 0;
   if (take && part < sizeof(CallTicket) / 16) reinterpret_cast<ulonglong2*>(&b.ticket)[part] = words;
   __syncwarp();
   return found;
 }
 
 /// The last warp, while the others work: they stop when the leading block has gone on, or when it is too late.
-__device__ inline void watch_leader(const std::byte* line, uint64_t loop, CallBlock& b, uint32_t call, uint64_t until) {
+__device__ inline void watch_leader(const std::byte* line, CallBlock& b, uint32_t call, uint64_t until) {
   while (__any_sync(0xFFFFFFFFU, look(b.finished) != call) != 0) {
-    if (read_ticket(line, loop, b, false) == 0 && !is_late(until)) continue;
+    if (read_ticket(line, b, false) == 0 && !is_late(until)) continue;
     if (warp_lane() == 0) show(b.stop, 1U);
   }
 }
 
 /// A following block waits for the next ticket; b.turn = 0: the loop ends. The last warp.
 template <class Z>
-__device__ void await_ticket(const World& w, const std::byte* line, uint64_t loop, CallBlock& b, uint64_t until) {
+__device__ void await_ticket(const World& w, const std::byte* line, CallBlock& b, uint64_t until) {
+  const uint64_t loop = b.turn >> kTurnBits;
   uint64_t found = 0;
-  while (found == 0 && !is_late(until)) found = read_ticket(line, loop, b, true);
+  while (found == 0 && !is_late(until)) found = read_ticket(line, b, true);
+  const bool go = found >> kTurnBits == loop && b.ticket.leave == 0;
   if (warp_lane() == 0) {
     b.stop = 0;
-    b.turn = found == 0 || b.ticket.leave != 0 ? 0 : found;
+    b.turn = go ? found : 0;
     share_tokens<Z>(w, b);
   }
-  if (found != 0) load_peers(w, b, b.ticket.count);
+  __syncwarp();
+  if (go) load_peers(w, b, b.ticket.count);
 }
 
 }  // namespace moed::cuda

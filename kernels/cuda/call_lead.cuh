@@ -10,10 +10,10 @@ inline constexpr uint64_t kTellNs = 20'000;  ///< the record of a call waits for
 /// An engine can write the bell, too: what the host has not given is not taken, and nothing is taken twice.
 __device__ inline bool is_given(LaneState& s) {
   const uint32_t number = load_u32(&s.host_number);
-  const bool given = number != s.host_taken;
-  __syncwarp();
-  if (warp_lane() == 0) s.host_taken = number;
-  return given;
+  const uint32_t taken = load_u32(&s.host_taken);
+  if (number == taken) return false;
+  // Waited for: the next loop, which may begin at once, has to find it.
+  return __shfl_sync(0xFFFFFFFFU, warp_lane() == 0 ? exchange_u32(&s.host_taken, number) : 0, 0) == taken;
 }
 
 /// Which 16 bytes of a ticket say how many blocks share the call.
@@ -267,7 +267,7 @@ __device__ inline void tell(const World& w, uint32_t lane, Told& t) {
 __device__ inline uint32_t await_bell(const World& w, const LaneState& s, uint32_t n, CallBlock& b, Told& last,
                                       uint64_t until) {
   const uint32_t lane = warp_lane();
-  const uint32_t* const word = lane == 0   ? &s.mailbox->bell
+  const uint32_t* const word = lane == 0   ? &b.mailbox->bell
                                : lane == 1 ? w.disarm
                                : lane == 2 ? &s.disarm
                                : lane == 3 ? w.present
@@ -279,16 +279,17 @@ __device__ inline uint32_t await_bell(const World& w, const LaneState& s, uint32
     const uint32_t bell = __shfl_sync(0xFFFFFFFFU, seen, 0);
     const uint32_t present = __shfl_sync(0xFFFFFFFFU, seen, 3);
     const bool disarmed = (__ballot_sync(0xFFFFFFFFU, seen != 0) & 6U) != 0;
-    if (bell == 0 && !disarmed && !is_late(until)) {
+    const uint32_t blocks = 1 + __shfl_sync(0xFFFFFFFFU, seen, 4) - before;
+    const bool ready = blocks == gridDim.x || is_late(until - kTakeNs + kComeNs);
+    if ((bell == 0 || !ready) && !disarmed && !is_late(until)) {
       if (last.open == 0) continue;
       take_returns(w, n, b, last, 0, found, last.done);
       if (empty(last.waiting) || is_late(last.done + kTellNs)) tell(w, n, last);
       continue;
     }
-    const uint32_t checked = __shfl_sync(0xFFFFFFFFU, seen, 4);
     if (lane == 0) {
       b.ticket.picture = present;
-      b.ticket.blocks = 1 + checked - before;
+      b.ticket.blocks = blocks;
     }
     __syncwarp();
     return disarmed ? 0 : bell;
@@ -325,9 +326,9 @@ __device__ inline bool await_sums(const World& w, LaneState& s, uint32_t lane, C
 
 /// Done first, then what the record says. The last warp. `rung`: what clearing the bell has found, so that it is
 /// cleared before the engine may ring again.
-__device__ inline void end_call(LaneState& s, const CallBlock& b, Told& t, uint32_t rung) {
+__device__ inline void end_call(const CallBlock& b, Told& t, uint32_t rung) {
   if (warp_lane() != 0) return;
-  store_u32(&s.mailbox->done, rung == ~0U ? 2 : 1);
+  store_u32(&b.mailbox->done, rung == ~0U ? 2 : 1);
   t.done = global_time();
   t.open = 1;
   const uint64_t sent = t.sent != 0 ? t.sent : t.seen;

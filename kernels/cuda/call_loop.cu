@@ -104,7 +104,6 @@ __device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBloc
     b.bell = bell;
     told.seen = global_time();
     if (!real) b.turn = 0;
-    if (!real) s.mode = Mode::none;
   }
   __syncwarp();
   if (!real) return;
@@ -117,9 +116,9 @@ __device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBloc
 }
 
 /// What is left to do with the bell when the other warps are at work. What was found in it, to be waited for later.
-__device__ uint32_t settle_bell(LaneState& s, CallBlock& b) {
+__device__ uint32_t settle_bell(CallBlock& b) {
   uint32_t rung = 0;
-  if (warp_lane() == 0) rung = exchange_u32(&s.mailbox->bell, 0);
+  if (warp_lane() == 0) rung = exchange_u32(&b.mailbox->bell, 0);
   if (b.bell == b.last_bell || b.bell != b.ahead_bell) return rung;
   const uint32_t part = warp_lane();
   if (part < sizeof(DeviceCall) / 16)
@@ -129,23 +128,30 @@ __device__ uint32_t settle_bell(LaneState& s, CallBlock& b) {
   return rung;
 }
 
-/// What only the leading block does before and after the calls of a loop.
-__device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBlock& b, uint64_t loop) {
-  if (threadIdx.x == kTeam)
-    b.ticket.picture = loop % kLoopsPerPass == 1 ? begin_pass(w, lane, w.board->lane[lane].begun) : load_u32(w.present);
+/// What only the leading block does before and after the calls of a loop. False: a call of an earlier pass goes on behind
+/// the loop.
+__device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBlock& b) {
+  if (threadIdx.x == kTeam) b.ticket.picture = begin_pass(w, lane, w.board->lane[lane].begun);
   __syncthreads();
-  if (s.running == 0) return true;
-  if (threadIdx.x == kTeam) {  // an earlier pass has begun it: the kernels behind go on
+  if (b.worked == 0 || s.running == 0) return true;
+  if (threadIdx.x == kTeam) {
     s.picture = b.ticket.picture;
     s.mode = s.ended != Status::pending ? Mode::fail : s.sent != 0 ? Mode::wait : Mode::piece;
   }
   return false;
 }
-__device__ void end_loop(const World& w, uint32_t lane, uint64_t turn) {
+
+/// The others leave, and the next kernel may begin: it finds what it reads of this loop's where all look for it. What was
+/// handed over is more: for that, kernels wait until this one has ended.
+__device__ void end_loop(const World& w, LaneState& s, uint32_t lane, uint64_t turn, uint64_t count, bool handed) {
   static_assert(offsetof(CallTicket, leave) % 16 == 0);
   __syncthreads();
-  if (threadIdx.x >= kLineLanes || gridDim.x == 1) return;
-  store_line(ticket_line(w, lane), {threadIdx.x == offsetof(CallTicket, leave) / 16 ? 1ULL : 0ULL, 0}, turn);
+  if (threadIdx.x < kLineLanes && gridDim.x != 1)
+    store_line(ticket_line(w, lane), {threadIdx.x == offsetof(CallTicket, leave) / 16 ? 1ULL : 0ULL, 0}, turn);
+  if (threadIdx.x != 0) return;
+  const uint64_t before = exchange_u64(&s.count, count);
+  const uint32_t worked = handed ? exchange_u32(&s.working, 1) : 0;
+  if (before != ~0ULL && worked != ~0U) let_next_begin();
 }
 
 /// The last warp of the leading block, once the call is known: until it has ended. False: it has to be handed over.
@@ -155,7 +161,7 @@ __device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, C
   const uint32_t call = call_number(b);
   Told& told = b.told[call % 2];
   Told& before = b.told[(call + 1) % 2];
-  const uint32_t rung = settle_bell(s, b);
+  const uint32_t rung = settle_bell(b);
   if (b.refused == 0 && routes_alone<Z>(w, b)) route_alone<Z>(w, lane, b, room, call);
   if (before.open != 0) {  // its answers have come meanwhile, or they never do
     look_at_returns(w, lane, b, before, before.done);
@@ -169,7 +175,7 @@ __device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, C
   if (warp_lane() == 0) told.waiting = needed;
   __syncwarp();
   if (!await_sums(w, s, lane, b, told, expected, min(told.seen + b.now.timeout_ns, last))) return false;
-  end_call(s, b, told, rung);
+  end_call(b, told, rung);
   return true;
 }
 
@@ -185,7 +191,7 @@ __device__ bool do_call(const World& w, uint32_t lane, CallBlock& b, const Room&
     good = end_when_answered<Z>(w, w.lane[lane], lane, b, room, expected, last);
   } else {
     route_own<Z>(w, b, room, call);
-    watch_leader(ticket_line(w, lane), b.turn >> kTurnBits, b, call, last);
+    watch_leader(ticket_line(w, lane), b, call, last);
   }
   return __syncthreads_and(good ? 1 : 0) != 0;
 }
@@ -198,9 +204,9 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
   const uint64_t began = global_time();
   const uint64_t last = began + kTakeNs + kStayNs;
   uint64_t turn = loop << kTurnBits;
-  uint64_t count = s.count;
-  uint32_t arrived = s.arrived;
-  bool open = !leads || begin_loop(w, s, lane, b, loop);
+  uint64_t count = load_u64(&s.count);
+  uint32_t arrived = load_u32(&s.arrived);
+  bool open = !leads || begin_loop(w, s, lane, b);
 #pragma unroll 1
   for (uint32_t call = 1; open; ++call) {
     ++turn;
@@ -208,7 +214,7 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
       if (leads)
         await_call<Z>(w, s, lane, b, turn, count + 1, began + kTakeNs);
       else
-        await_ticket<Z>(w, ticket_line(w, lane), loop, b, last);
+        await_ticket<Z>(w, ticket_line(w, lane), b, last);
     } else if (leads) {
       clear<Z>(w, b, b.told[call % 2], room);
     }
@@ -217,7 +223,7 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
       if (!leads || !is_control()) break;
       Told& before = b.told[(call + 1) % 2];
       if (before.open != 0) tell(w, lane, before);
-      if (b.bell != 0) settle_bell(s, b);
+      if (b.bell != 0) settle_bell(b);
       break;
     }
     arrived += busy_followers(b);
@@ -226,31 +232,35 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
     if (leads && told) ++count;
     if (!open) hand_over<Z>(w, s, lane, b, told && b.bad == 0 ? Mode::again : Mode::start, room.records);
   }
-  if (!leads) return;
-  if (threadIdx.x == 0) s.count = count;
-  end_loop(w, lane, turn + 1);
+  if (leads) end_loop(w, s, lane, turn + 1, count, !open);
 }
 
 template <class Z>
 __global__ void __launch_bounds__(kLoopThreads, 4)
-    call_loop(const __grid_constant__ World w, uint32_t lane, uint32_t index) {
+    call_loop(const __grid_constant__ World w, uint32_t lane, uint64_t loop, bool first) {
   extern __shared__ __align__(16) uint8_t memory[];
   __shared__ Shared<CallBlock> shared;
   CallBlock& b = in_register(shared.get());
   const Room room = room_in<Z>(w, &in_register(memory[0]));
-  const LaneState& s = w.lane[lane];
-  const uint64_t loop = s.loops * kLoopsPerPass + index + 1;
+  LaneState& s = w.lane[lane];
   if (threadIdx.x == 0) {
-    const auto before = static_cast<uint32_t>((loop - 1) * (gridDim.x - 1));
-    b.index = blockIdx.x == 0 ? 0 : 1 + fetch_add_u32(&w.lane[lane].checked, 1) - before;
-  }
-  if (index != 0 && s.mode != Mode::none) return;  // a loop before this one has left a call to the kernels behind
-  if (threadIdx.x == 0) {
-    b.arena = s.arena;
+    b.index = begin_block(s.checked, loop);
+    b.worked = load_u32_acquire(&s.working);  // what this L1 has of earlier loops is old
+    b.arena = reinterpret_cast<std::byte*>(load_u64(reinterpret_cast<const uint64_t*>(&s.arena)));
+    b.mailbox = reinterpret_cast<DeviceMailbox*>(load_u64(reinterpret_cast<const uint64_t*>(&s.mailbox)));
     b.picture = ~0U;
     b.finished = b.routed = b.refused = b.last_bell = b.ahead_bell = b.bell = 0;
     b.told[0].open = b.told[1].open = 0;
     b.turn = loop << kTurnBits;
+  }
+  __syncthreads();
+  if (b.worked != 0) {
+    await_kernels_ahead();
+    if (!first) {  // a loop of this pass has left a call to the kernels behind
+      if (blockIdx.x == 0 && threadIdx.x == 0) begin_pass(w, lane, w.board->lane[lane].begun);
+      return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) static_cast<void>(exchange_u32(&s.working, 0));
   }
   for (uint32_t i = 0; i < 2 && !is_control(); ++i) pad_row<Z>(w, room.rows + i * Z::row_stride(w));
   __syncthreads();
@@ -280,10 +290,10 @@ cudaError_t add_call_loops(const World& w, LoopNeeds& needs) {
   });
 }
 
-void launch_call_loops(const World& w, uint32_t lane, cudaStream_t stream) {
+void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream) {
   with_sizes(w.shape, [&]<class Z>(Z) {
-    for (uint32_t i = 0; i < kLoopsPerPass; ++i)
-      roomy(call_loop<Z>)<<<lane == 0 ? 1 : w.call_blocks, kLoopThreads, loop_bytes<Z>(w), stream>>>(w, lane, i);
+    const Grid grid = {lane == 0 ? 1 : w.call_blocks, kLoopThreads, loop_bytes<Z>(w)};
+    for (uint32_t i = 0; i < kLoopsPerPass; ++i) launch(call_loop<Z>, grid, stream, w, lane, loop + i, i == 0);
   });
 }
 

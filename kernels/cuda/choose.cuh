@@ -139,7 +139,7 @@ __device__ inline void place_rows(const World& w, uint32_t source) {
 
 /// A block waits for call lines, at the latest until `until`, lingers for those that may be missing, and chooses what
 /// this pass serves.
-__device__ inline void choose_sources(const World& w, uint64_t until) {
+__device__ inline void choose_sources(const World& w, uint64_t loop, uint64_t until) {
   ServeState& s = *w.serve;
   __shared__ Looked looked;
   __shared__ Choice choice;
@@ -167,7 +167,8 @@ __device__ inline void choose_sources(const World& w, uint64_t until) {
   s.rows = choice.rows;
   s.gather = now;
   s.waited = now - s.first_pending;
-  if (choice.sources != 0) store_u64(&w.board->serving, s.loops + 1);
+  s.chosen = loop;
+  if (choice.sources != 0) store_u64(&w.board->serving, loop);
   s.first_pending = choice.left ? now : 0;
 }
 

@@ -51,7 +51,7 @@ __device__ inline void report_fault(const World& w, const WaitFault& fault) {
   store_u64_release(&slot.number, number);
 }
 
-/// Says that a pass has begun before it reads what the host may replace: the host replaces, then looks who has begun.
+/// Says that a loop has begun before it reads what the host may replace: the host replaces, then looks who has begun.
 /// `which`: of w.begun. The addition has come back before the picture is read, so no fence is needed.
 __device__ inline uint32_t begin_pass(const World& w, uint32_t which, uint64_t& mirror) {
   const uint64_t begun = fetch_add_u64(&w.begun[which], 1) + 1;
@@ -100,6 +100,14 @@ __device__ inline uint32_t owner_of(const World& w, uint32_t expert) {
 
 __device__ inline bool is_local(const World& w, int32_t id) {
   return id >= 0 && static_cast<uint32_t>(id) >= w.first && static_cast<uint32_t>(id) - w.first < w.local;
+}
+
+/// Whether a loop of this pass has left something to the kernels behind it: then all kernels before have ended, and
+/// what they have stored is seen. Else nobody waits, and nothing but `working` may be read of what they write.
+__device__ inline bool has_work(const uint32_t& working) {
+  if (load_u32(&working) == 0) return false;
+  await_kernels_ahead();
+  return true;
 }
 
 /// A source whose rows are in the pass.

@@ -32,7 +32,7 @@ __device__ void route_slot(const World& w, LaneState& s, uint64_t i, int32_t* id
 /// Copies the routing of the whole call once into private memory and checks it there, before anything is sent.
 __global__ void routing(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
-  if (s.mode != Mode::start || s.now.forced != Status::ok) return;
+  if (!has_work(s.working) || s.mode != Mode::start || s.now.forced != Status::ok) return;
   __shared__ Shared<RankSet> set;
   RankSet& needed = set.get();
   if (threadIdx.x == 0) needed = {};
@@ -96,7 +96,7 @@ __device__ void store_call_lines(const World& w, const LaneState& s, uint32_t la
 /// Decides whether the call runs; finds each rank's tokens of the next piece.
 __global__ void admit(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
-  if (s.mode != Mode::start && s.mode != Mode::piece) return;
+  if (!has_work(s.working) || (s.mode != Mode::start && s.mode != Mode::piece)) return;
   __shared__ uint32_t bits[kMaxRanks][kBitmapWords];
   for (uint32_t i = threadIdx.x; i < kMaxRanks * kBitmapWords; i += blockDim.x)
     bits[i / kBitmapWords][i % kBitmapWords] = 0;
@@ -138,7 +138,7 @@ __global__ void dispatch(const __grid_constant__ World w, uint32_t lane) {
   extern __shared__ __align__(16) uint8_t memory[];
   __shared__ Peer peer[kMaxRanks];
   LaneState& s = w.lane[lane];
-  if (s.mode != Mode::piece && s.mode != Mode::again) return;
+  if (!has_work(s.working) || (s.mode != Mode::piece && s.mode != Mode::again)) return;
   // Announced when this kernel runs, not before: its other blocks store the rows in the meantime.
   if (blockIdx.x == 0) store_call_lines(w, s, lane);
   for (uint32_t r = threadIdx.x; r < w.ranks; r += blockDim.x)
@@ -171,14 +171,14 @@ uint32_t dispatch_bytes(const World& w) { return input_bytes(w.shape) + (w.row_s
 }  // namespace
 
 void launch_routing(const World& w, uint32_t lane, cudaStream_t stream) {
-  roomy(routing)<<<kRoutingBlocks, kRoutingThreads, 0, stream>>>(w, lane);
+  launch(routing, {kRoutingBlocks, kRoutingThreads}, stream, w, lane);
 }
 void launch_admit(const World& w, uint32_t lane, cudaStream_t stream) {
-  roomy(admit)<<<1, kAdmitThreads, 0, stream>>>(w, lane);
+  launch(admit, {1, kAdmitThreads}, stream, w, lane);
 }
 void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream) {
   const uint32_t blocks = min(kRowBlocks, w.layout.max_tokens);
-  roomy(dispatch)<<<blocks, kRowThreads, dispatch_bytes(w), stream>>>(w, lane);
+  launch(dispatch, {blocks, kRowThreads, dispatch_bytes(w)}, stream, w, lane);
 }
 
 }  // namespace moed::cuda

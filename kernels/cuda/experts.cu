@@ -133,6 +133,7 @@ __device__ void down_block(const World& w, const Group& g, uint32_t block, float
 __global__ void experts_up(const __grid_constant__ World w) {
   extern __shared__ __align__(16) float tile[];
   __shared__ float values[kRowsTile][kDots];
+  if (!has_work(w.serve->working)) return;
   const uint32_t blocks = w.shape.intermediate / kBlock;
   for (uint32_t i = blockIdx.x; i < w.serve->groups * blocks; i += gridDim.x)
     up_block(w, w.group[i / blocks], i % blocks, tile, values);
@@ -140,6 +141,7 @@ __global__ void experts_up(const __grid_constant__ World w) {
 
 __global__ void experts_down(const __grid_constant__ World w) {
   extern __shared__ __align__(16) float tile[];
+  if (!has_work(w.serve->working)) return;
   const uint32_t blocks = w.shape.latent / kDots;
   for (uint32_t i = blockIdx.x; i < w.serve->groups * blocks; i += gridDim.x)
     down_block(w, w.group[i / blocks], i % blocks, tile);
@@ -166,8 +168,8 @@ cudaError_t prepare_experts(const Shape& s) {
 
 void launch_experts(const World& w, cudaStream_t stream) {
   if (w.model_layers == 0) return;  // identity layers only
-  roomy(experts_up)<<<kBlocks, kThreads, tile_bytes(w.shape.latent), stream>>>(w);
-  roomy(experts_down)<<<kBlocks, kThreads, tile_bytes(w.shape.intermediate), stream>>>(w);
+  launch(experts_up, {kBlocks, kThreads, tile_bytes(w.shape.latent)}, stream, w);
+  launch(experts_down, {kBlocks, kThreads, tile_bytes(w.shape.intermediate)}, stream, w);
 }
 
 }  // namespace moed::cuda

@@ -34,6 +34,7 @@ __device__ void gather_row(const World& w, uint32_t row, uint64_t until) {
 
 __global__ void gather(const __grid_constant__ World w) {
   const ServeState& s = *w.serve;
+  if (!has_work(s.working)) return;
   const uint64_t until = global_time() + kRowsNs;
   for (uint32_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
     gather_row(w, row, until);
@@ -51,7 +52,7 @@ __global__ void gather(const __grid_constant__ World w) {
 }  // namespace
 
 void launch_gather(const World& w, cudaStream_t stream) {
-  roomy(gather)<<<kGatherBlocks, kGatherThreads, 0, stream>>>(w);
+  launch(gather, {kGatherBlocks, kGatherThreads}, stream, w);
 }
 
 }  // namespace moed::cuda

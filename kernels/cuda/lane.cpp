@@ -47,11 +47,10 @@ bool is_plain(const Shop& shop, const DeviceCall& call) {
 
 bool Lane::make(int priority) {
   if (!shop_.health.good(pass_.make(priority), "stream of a lane")) return false;
-  cudaGraphExec_t graph = nullptr;
-  const cudaError_t e = capture_call_pass(shop_.world.world(), number_, pass_.stream(), graph);
-  pass_.set_pass(graph, host().begun, host().completed);
-  return shop_.health.good(e, "graph of the call pass") &&
-         shop_.health.good(cudaStreamSynchronize(pass_.stream()), "graph of the call pass");
+  const World& w = shop_.world.world();
+  pass_.set_pass([this, &w](uint64_t loop) { return launch_call_pass(w, number_, loop, pass_.stream()); }, host().begun,
+                 host().completed);
+  return shop_.health.good(prepare_call_pass(w), "kernels of the call pass");
 }
 
 bool Lane::give(Allocation& memory, Fd& out, std::string& why) { return shop_.memory.export_fd(memory, out, why); }
@@ -113,7 +112,8 @@ bool Lane::close() {
   constexpr uint32_t on = 1;
   bool gone = shop_.side.to_gpu(&state()->disarm, &on, sizeof on) &&
               shop_.side.word(&mailbox_.as<DeviceMailbox>()->bell, kNudge) && shop_.side.settle();
-  for (const Nanos until = now_ns() + kLetGo; gone && pass_.ahead() != 0;) {
+  gone = gone && shop_.health.good(pass_.mark(), "marker of a lane");
+  for (const Nanos until = now_ns() + kLetGo; gone && !pass_.settled();) {
     gone = now_ns() < until;
     std::this_thread::yield();
   }
@@ -288,7 +288,11 @@ void Lane::pump() {
   }
   if (running_ || now_ns() < used_at_ + kUsed) {
     shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
-  } else if (shop_.options.park && pass_.ahead() == 0 && !shop_.health.lost()) {
+  } else if (shop_.options.park && !shop_.health.lost()) {
+    if (!pass_.settled()) {
+      shop_.health.good(pass_.mark(), "marker of a lane");
+      return;
+    }
     if (kind_ == ArenaKind::gpu && in_flight()) {
       shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
       return;

@@ -27,9 +27,9 @@ class Lane {
  public:
   Lane(const Shop& shop, uint32_t number) : shop_(shop), number_(number) {}
 
-  /// Stream and graph.
+  /// The stream and what it runs.
   bool make(int priority);
-  const Armed& pass() const { return pass_; }
+  Armed& pass() { return pass_; }
 
   // From the control thread.
   Status open(ArenaKind kind, uint64_t bytes, LaneMemory& out, std::string& why);

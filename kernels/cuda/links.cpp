@@ -10,7 +10,7 @@ constexpr Nanos kLetGo = 10'000'000'000;  ///< passes end within milliseconds, t
 
 }  // namespace
 
-/// Whether every pass that had begun when this picture was replaced has ended.
+/// Whether every loop that had begun when this picture was replaced has ended, and what it left to others.
 bool Links::ended(const Old& old) const {
   for (size_t i = 0; i < streams_.size(); ++i)
     if (streams_[i]->completed() < old.begun[i]) return false;
@@ -78,6 +78,8 @@ bool Links::change(const std::function<void(std::vector<Link>&)>& how) {
   Old& old = old_.emplace_back(Old{std::exchange(links_, std::move(links)), std::exchange(slot_, next), {}});
   old.begun.resize(streams_.size());
   if (!side_.from_gpu(old.begun.data(), world_.world().begun, old.begun.size() * sizeof(uint64_t))) return false;
+  for (size_t i = 0; i < streams_.size(); ++i)
+    if (streams_[i]->completed() < old.begun[i] && !health_.good(streams_[i]->mark(), "marker of a stream")) return false;
   sweep_locked();
   return true;
 }

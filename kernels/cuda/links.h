@@ -26,7 +26,7 @@ class Links {
       : side_(side), health_(health), world_(world), links_(ranks) {}
 
   /// Streams whose passes read pictures: all lanes' and then the serving one, before the first change.
-  void watch(const Armed& stream) { streams_.push_back(&stream); }
+  void watch(Armed& stream) { streams_.push_back(&stream); }
 
   /// Changes the picture: passes that begin from now on read the new one. What the old one alone held is freed when no
   /// pass that began with it runs any more. False: the GPU does not let go of old pictures.
@@ -40,7 +40,7 @@ class Links {
   void clear();
 
  private:
-  /// A picture that was replaced: what it keeps alive, where it lies, and how many passes had begun by then.
+  /// A picture that was replaced: what it keeps alive, where it lies, and how many loops had begun by then.
   struct Old {
     std::vector<Link> links;
     uint32_t slot;
@@ -54,7 +54,7 @@ class Links {
   Health& health_;
   const DeviceWorld& world_;
   mutable std::mutex mutex_;
-  std::vector<const Armed*> streams_;
+  std::vector<Armed*> streams_;
   std::vector<Link> links_;
   std::vector<Old> old_;
   uint32_t slot_ = 0;

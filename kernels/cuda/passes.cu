@@ -1,5 +1,8 @@
-// The two passes as graphs: straight chains of kernels, captured once. What a pass has to do is read from GPU memory
-// when it runs, so one graph serves every call. Also the small kernels of the start-up tests.
+// The two passes: straight chains of kernels. What a pass has to do is read from GPU memory when it runs. Also the small
+// kernels of the start-up tests.
+#include <set>
+#include <utility>
+
 #include "kernels/cuda/device.cuh"
 #include "kernels/cuda/passes.h"
 
@@ -7,6 +10,7 @@ namespace moed::cuda {
 namespace {
 
 __global__ void note(uint32_t* word) { store_u32_release(word, 1); }
+__global__ void mark(uint64_t* word, uint64_t value) { store_u64_release(word, value); }
 
 /// Block 0 writes version after version of each line, block 1 reads them: in a line that is whole, all words are equal.
 __global__ void line_test(std::byte* lines, uint32_t rounds, unsigned long long* counts) {
@@ -36,47 +40,47 @@ __global__ void line_test(std::byte* lines, uint32_t rounds, unsigned long long*
   atomicAdd(&counts[2], versions);
 }
 
-/// Captures what `chain` launches on `stream` and makes it a graph that can be launched.
-template <class Chain>
-cudaError_t capture(cudaStream_t stream, cudaGraphExec_t& out, Chain chain) {
-  cudaError_t e = cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
-  if (e != cudaSuccess) return e;
-  chain();
-  cudaGraph_t graph = nullptr;
-  const cudaError_t launched = cudaGetLastError();
-  e = cudaStreamEndCapture(stream, &graph);
-  if (e == cudaSuccess) e = launched;
-  if (e == cudaSuccess) e = cudaGraphInstantiate(&out, graph, 0);
-  if (graph != nullptr) cudaGraphDestroy(graph);
-  return e == cudaSuccess ? cudaGraphUpload(out, stream) : e;
-}
-
 }  // namespace
 
-cudaError_t capture_call_pass(const World& w, uint32_t lane, cudaStream_t stream, cudaGraphExec_t& out) {
-  if (const cudaError_t e = prepare_call_loop(w); e != cudaSuccess) return e;
-  return capture(stream, out, [&] {
-    launch_call_loops(w, lane, stream);
-    launch_routing(w, lane, stream);
-    launch_admit(w, lane, stream);
-    launch_dispatch(w, lane, stream);
-    launch_wait(w, lane, stream);
-    launch_reduce(w, lane, stream);
-    launch_finish(w, lane, stream);
-  });
+void make_roomy(const void* kernel) {
+  thread_local std::set<std::pair<int, const void*>> known;
+  int device = 0;
+  static_cast<void>(cudaGetDevice(&device));
+  if (!known.emplace(device, kernel).second) return;
+  static_cast<void>(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
 }
 
-cudaError_t capture_serve_pass(const World& w, cudaStream_t stream, cudaGraphExec_t& out) {
-  if (const cudaError_t e = prepare_experts(w.shape); e != cudaSuccess) return e;
-  if (const cudaError_t e = prepare_serve_loop(w); e != cudaSuccess) return e;
-  return capture(stream, out, [&] {
-    launch_serve_loops(w, stream);
-    launch_gather(w, stream);
-    launch_plan(w, stream);
-    launch_experts(w, stream);
-    launch_send(w, stream);
-    launch_returns(w, stream);
-  });
+cudaError_t prepare_call_pass(const World& w) { return prepare_call_loop(w); }
+cudaError_t prepare_serve_pass(const World& w) {
+  const cudaError_t e = prepare_experts(w.shape);
+  return e != cudaSuccess ? e : prepare_serve_loop(w);
+}
+
+cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream) {
+  launch_call_loops(w, lane, loop, stream);
+  launch_routing(w, lane, stream);
+  launch_admit(w, lane, stream);
+  launch_dispatch(w, lane, stream);
+  launch_wait(w, lane, stream);
+  launch_reduce(w, lane, stream);
+  launch_finish(w, lane, stream);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_serve_pass(const World& w, uint64_t loop, cudaStream_t stream) {
+  launch_serve_loops(w, loop, stream);
+  launch_gather(w, stream);
+  launch_plan(w, stream);
+  launch_experts(w, stream);
+  launch_send(w, stream);
+  launch_returns(w, stream);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_marker(uint64_t* word, uint64_t value, cudaStream_t stream) {
+  mark<<<1, 1, 0, stream>>>(word, value);
+  return cudaGetLastError();
 }
 
 void launch_note(uint32_t* word, cudaStream_t stream) { note<<<1, 1, 0, stream>>>(word); }

@@ -1,5 +1,7 @@
-// The kernels of the two passes, in the order in which they run, and their graphs. Every kernel ends at once when the
-// state says that nothing is to be done, so a pass that met nothing costs microseconds.
+// The kernels of the two passes, in the order in which they run. Every kernel may begin before the one ahead of it has
+// ended (programmatic launch): beside kernels that stream memory a plain step from one kernel to the next takes 250 to
+// 800 us, this one 0.6 (H200, tests/bench/RESULTS.md). What is not to be done costs nothing more: a kernel behind the
+// loops ends at once unless a loop has said that there is work, and only then waits until all before it have ended.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,18 +10,36 @@
 
 namespace moed::cuda {
 
-/// The kernel, to be launched where multiprocessors give all they can to shared memory. One that is never empty keeps
-/// the division with which its first block came: with the default of a small kernel the loops find no room for as long
-/// as anybody's long kernel runs there (measured: calls of milliseconds, tests/bench/RESULTS.md).
-template <class Kernel>
-Kernel* roomy(Kernel* kernel) {
-  static_cast<void>(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  return kernel;
+/// Blocks, threads of a block and bytes of its dynamic shared memory.
+struct Grid {
+  uint32_t blocks, threads, bytes = 0;
+};
+
+/// A kernel that has not been launched on this device yet: multiprocessors shall give all they can to shared memory where
+/// it runs. One that is never empty keeps the division with which its first block came: with that of a small kernel the
+/// loops find no room for as long as anybody's long kernel runs there.
+void make_roomy(const void* kernel);
+
+/// Launches a kernel that does not wait for the one ahead of it to end. Errors: cudaGetLastError().
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, const Arguments&... arguments) {
+  make_roomy(reinterpret_cast<const void*>(kernel));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = grid.bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  static_cast<void>(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
 // Call pass of one lane.
-void launch_call_loops(const World& w, uint32_t lane, cudaStream_t stream);  ///< bell -> done, where nothing is unusual
+/// bell -> done, where nothing is unusual; `loop`: its number on this lane, from 1, and the first of kLoopsPerPass.
+void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream);
 void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);     ///< private, checked ids and weights
 void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);       ///< may it run; call lines of a piece
 void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);    ///< rows of a piece
@@ -28,16 +48,22 @@ void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream);      ///
 void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);      ///< next piece, or record and done
 
 // Serve pass.
-void launch_serve_loops(const World& w, cudaStream_t stream);  ///< call lines -> return lines, or sources
+/// call lines -> return lines, or sources; `loop`: as above.
+void launch_serve_loops(const World& w, uint64_t loop, cudaStream_t stream);
 void launch_gather(const World& w, cudaStream_t stream);       ///< rows -> private copies
 void launch_plan(const World& w, cudaStream_t stream);         ///< pairs by (layer, local expert)
 void launch_experts(const World& w, cudaStream_t stream);      ///< two products and the activation
 void launch_send(const World& w, cudaStream_t stream);         ///< weighted partials
 void launch_returns(const World& w, cudaStream_t stream);      ///< return lines, record
 
-/// Copies of the passes, captured once. Throws nothing; an error names the call that failed.
-cudaError_t capture_call_pass(const World& w, uint32_t lane, cudaStream_t stream, cudaGraphExec_t& out);
-cudaError_t capture_serve_pass(const World& w, cudaStream_t stream, cudaGraphExec_t& out);
+/// Once before the first pass.
+cudaError_t prepare_call_pass(const World& w);
+cudaError_t prepare_serve_pass(const World& w);
+/// Queues one pass, whose first loop is number `loop`.
+cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream);
+cudaError_t launch_serve_pass(const World& w, uint64_t loop, cudaStream_t stream);
+/// Stores `value` to a word of the host when all that was queued before has ended.
+cudaError_t launch_marker(uint64_t* word, uint64_t value, cudaStream_t stream);
 
 /// A kernel that does nothing but note in *word that it ran: the start-up proof of streams.
 void launch_note(uint32_t* word, cudaStream_t stream);

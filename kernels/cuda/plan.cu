@@ -52,7 +52,7 @@ __device__ void sum_up(const World& w, uint32_t keys) {
 
 __global__ void plan(const __grid_constant__ World w) {
   ServeState& s = *w.serve;
-  if (s.sources == 0) return;
+  if (!has_work(s.working) || s.sources == 0) return;
   const uint32_t slots = s.rows * w.shape.top_k;
   for (uint32_t p = threadIdx.x; p < slots; p += blockDim.x) {
     const uint32_t key = key_of(w, p);
@@ -80,6 +80,6 @@ __global__ void plan(const __grid_constant__ World w) {
 
 }  // namespace
 
-void launch_plan(const World& w, cudaStream_t stream) { roomy(plan)<<<1, kPlanThreads, 0, stream>>>(w); }
+void launch_plan(const World& w, cudaStream_t stream) { launch(plan, {1, kPlanThreads}, stream, w); }
 
 }  // namespace moed::cuda

@@ -164,6 +164,11 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+/// Until the kernels ahead in the stream have ended, if each of them has waited likewise for those ahead of it.
+__device__ inline void await_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+/// The next kernel may begin when every block has called this or ended.
+__device__ inline void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 /// Two floats as BF16, nearest even; a NaN as numbers.h has it.
 __device__ inline uint32_t bf16_pair(float low, float high) {
   uint32_t v;

@@ -126,7 +126,7 @@ __device__ void drop_departed(const World& w, const LaneState& s, Look& look) {
 /// Waits for the return lines of the present piece; alone decides which ranks are in and which are out.
 __global__ void wait_returns(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
-  if (s.mode != Mode::piece && s.mode != Mode::again && s.mode != Mode::wait) return;
+  if (!has_work(s.working) || (s.mode != Mode::piece && s.mode != Mode::again && s.mode != Mode::wait)) return;
   __shared__ Shared<Look> shared;
   Look& look = shared.get();
   const uint64_t started = global_time();
@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(kTeam) reduce(const __grid_constant__ World w,
   __shared__ SumShared shared;
   __shared__ Peer peer[kMaxRanks];
   LaneState& s = w.lane[lane];
+  if (!has_work(s.working)) return;
   if (s.mode == Mode::fail && s.now.may_zero != 0) zero_rows(w, s, 0, s.now.call.tokens);
   if (s.mode != Mode::reduce) return;
   for (uint32_t r = threadIdx.x; r < w.ranks; r += blockDim.x)
@@ -268,6 +269,7 @@ __device__ void settle_piece(const World& w, LaneState& s, uint64_t now) {
 __global__ void finish(const __grid_constant__ World w, uint32_t lane) {
   LaneState& s = w.lane[lane];
   HostLane& host = w.board->lane[lane];
+  if (!has_work(s.working)) return;
   __shared__ bool ended;
   if (threadIdx.x == 0) {
     const uint64_t now = global_time();
@@ -287,22 +289,17 @@ __global__ void finish(const __grid_constant__ World w, uint32_t lane) {
   if (threadIdx.x == 0) store_u64(&host.done, s.count << 32 | (s.now.number & 0xFFFFFFFFU));
 }
 
-/// The pass is over: all before it have ended.
-__global__ void end_call_pass(const __grid_constant__ World w, uint32_t lane) {
-  store_u64(&w.board->lane[lane].completed, ++w.lane[lane].loops);
-}
-
 }  // namespace
 
 void launch_wait(const World& w, uint32_t lane, cudaStream_t stream) {
-  roomy(wait_returns)<<<1, kWaitThreads, 0, stream>>>(w, lane);
+  launch(wait_returns, {1, kWaitThreads}, stream, w, lane);
 }
 void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream) {
-  roomy(reduce)<<<kReduceBlocks, kTeam, 2 * w.shape.latent * sizeof(uint16_t), stream>>>(w, lane);
+  const auto bytes = static_cast<uint32_t>(2 * w.shape.latent * sizeof(uint16_t));
+  launch(reduce, {kReduceBlocks, kTeam, bytes}, stream, w, lane);
 }
 void launch_finish(const World& w, uint32_t lane, cudaStream_t stream) {
-  roomy(finish)<<<1, kFinishThreads, 0, stream>>>(w, lane);
-  roomy(end_call_pass)<<<1, 1, 0, stream>>>(w, lane);
+  launch(finish, {1, kFinishThreads}, stream, w, lane);
 }
 
 }  // namespace moed::cuda

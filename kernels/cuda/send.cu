@@ -36,6 +36,7 @@ __device__ float experts_value(const World& w, const uint8_t* row, uint32_t inde
 
 __global__ void send(const __grid_constant__ World w) {
   ServeState& s = *w.serve;
+  if (!has_work(s.working)) return;
   if (blockIdx.x == 0 && threadIdx.x == 0 && s.sources != 0) {
     s.send = global_time();
     drill(w, w.send_delay_ns);
@@ -121,6 +122,7 @@ __device__ void record_pass(const World& w, uint32_t sources, uint32_t rows, uin
 
 __global__ void returns(const __grid_constant__ World w) {
   ServeState& s = *w.serve;
+  if (!has_work(s.working)) return;
   __shared__ uint32_t sources;
   __shared__ uint32_t rows;
   if (threadIdx.x == 0) sources = rows = 0;
@@ -135,17 +137,14 @@ __global__ void returns(const __grid_constant__ World w) {
     if (w.source[i].incomplete == 0) store_return(w, w.source[i], sources, rows, now);
   for (uint32_t i = threadIdx.x; i < s.sources; i += blockDim.x) look_again(w, w.source[i], now);
   if (threadIdx.x < 32 && s.sources != 0) record_pass(w, sources, rows, now);
+  if (threadIdx.x == 0 && s.sources != 0) store_u64(&w.board->answered, s.chosen);
 }
-
-/// The pass is over: all before it have ended.
-__global__ void end_serve_pass(const __grid_constant__ World w) { store_u64(&w.board->completed, ++w.serve->loops); }
 
 }  // namespace
 
-void launch_send(const World& w, cudaStream_t stream) { roomy(send)<<<kSendBlocks, kSendThreads, 0, stream>>>(w); }
+void launch_send(const World& w, cudaStream_t stream) { launch(send, {kSendBlocks, kSendThreads}, stream, w); }
 void launch_returns(const World& w, cudaStream_t stream) {
-  roomy(returns)<<<1, kReturnThreads, 0, stream>>>(w);
-  roomy(end_serve_pass)<<<1, 1, 0, stream>>>(w);
+  launch(returns, {1, kReturnThreads}, stream, w);
 }
 
 }  // namespace moed::cuda

@@ -63,7 +63,8 @@ __device__ inline Shares share_calls(const World& w, uint32_t blocks) {
 
 struct ServeBlock {
   Shares shares;
-  uint32_t index;  // among the blocks that follow, in the order in which they have begun
+  uint32_t worked;  // the pass before has left sources to the kernels behind the loops
+  uint32_t index;   // among the blocks that follow, in the order in which they have begun
   // A following block's:
   Eye eye[kMostEyes];
   uint32_t eyes;
@@ -73,8 +74,9 @@ struct ServeBlock {
   uint32_t pushed, told;  // entries of `ended`, ever
   uint32_t present;
   uint64_t last_look;
-  uint32_t general;  // a source that is not for the loop
-  uint32_t closing;  // no source is taken any more
+  uint32_t general;   // a source that is not for the loop
+  uint32_t given_up;  // blocks that follow may still be at sources of this loop
+  uint32_t closing;   // no source is taken any more
 };
 
 __device__ inline bool is_control() { return threadIdx.x >= kServeWorkers; }
@@ -93,7 +95,7 @@ __device__ inline void open_eyes(const World& w, ServeBlock& b, uint32_t present
     const uint32_t lane = at - rank * w.layout.lanes_all;
     const DeviceLink& link = w.pictures[present].link[rank];
     const Watch& watch = w.watch[at];
-    const bool open = link.state == LinkState::ready && watch.retries == 0;
+    const bool open = link.state == LinkState::ready && load_u32(&watch.retries) == 0;
     const uint64_t served = load_u64(&watch.served);
     const uint64_t least = sequence(link.session, 0);
     Eye& eye = b.eye[i];

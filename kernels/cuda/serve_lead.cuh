@@ -9,7 +9,6 @@ namespace moed::cuda {
 
 inline constexpr uint64_t kLongestFlight = 100'000;  // ns that a source may be under way in a loop
 inline constexpr uint64_t kDrainNs = 20'000;         // what is under way when the loop closes may take so long
-inline constexpr uint64_t kComeNs = 10'000;          // the blocks that follow are waited for so long when a loop begins
 
 /// Rows that a call line announces; 0: none, or a bit lies beyond its tokens. Eight lanes with its words.
 __device__ inline uint32_t count_rows(const World& w, uint32_t tokens, const ulonglong2& words) {
@@ -159,6 +158,20 @@ __device__ inline bool look_once(const World& w, ServeBlock& b, uint64_t now, ui
   return __any_sync(0xFFFFFFFFU, flying) != 0;
 }
 
+/// What is known of call lines goes where the next loop finds it, which may begin before this one has ended. The worker
+/// warps, each what it has looked at.
+__device__ inline void settle_watches(const World& w) {
+  const uint32_t part = threadIdx.x % kLineLanes;
+  static_assert(offsetof(Watch, reported) == kLineLanes * sizeof(uint64_t));
+  __syncwarp();
+  uint64_t before = 0;
+  for (uint32_t at = threadIdx.x / kLineLanes; at < w.ranks * w.layout.lanes_all; at += kGroups) {
+    auto* const word = reinterpret_cast<uint64_t*>(&w.watch[at]) + part;
+    before |= exchange_u64(word, *word);
+  }
+  if (before == ~0ULL) __nanosleep(0);  // it has come back
+}
+
 /// Looks at calls until the loop closes and what is under way has been served, or has no more time. The worker warps,
 /// each at its own pace.
 __device__ inline void look_at_calls(const World& w, ServeBlock& b, uint64_t loop) {
@@ -173,7 +186,11 @@ __device__ inline void look_at_calls(const World& w, ServeBlock& b, uint64_t loo
     if (closing && (!flying || now > closed + kDrainNs)) break;
   }
   for (uint32_t at = threadIdx.x / kLineLanes; at < watches; at += kGroups)
-    if (threadIdx.x % kLineLanes == 0 && w.watch[at].flight != 0) give_up(w.watch[at]);
+    if (threadIdx.x % kLineLanes == 0 && w.watch[at].flight != 0) {
+      give_up(w.watch[at]);
+      show(b.given_up, 1U);
+    }
+  settle_watches(w);
 }
 
 /// Tells the host of sources that have been served. The last warp.
@@ -217,13 +234,13 @@ __device__ inline void lead_loop(const World& w, ServeBlock& b, uint64_t until) 
   __syncwarp();
 }
 
-/// Counts the pass, if this is its first loop, and begins the loop with the blocks that are there: beside kernels that
+/// Counts the loop and begins it with the blocks that are there: beside kernels that
 /// fill multiprocessors some may find no room. One thread.
 __device__ inline void open_loop(const World& w, ServeBlock& b, uint64_t loop, uint64_t start) {
   ServeState& s = *w.serve;
   // Whoever rings from here on is seen by this loop, or rings again what the next one waits for.
   store_u64(&w.board->rung, load_u32(w.doorbell));
-  b.present = loop % kLoopsPerPass == 1 ? begin_pass(w, w.layout.lanes_all, w.board->begun) : load_u32(w.present);
+  b.present = begin_pass(w, w.layout.lanes_all, w.board->begun);
   if (s.started == 0) s.started = s.last_look = start;
   b.last_look = s.last_look;
   s.sources = s.rows = s.pairs = s.groups = 0;
@@ -233,6 +250,17 @@ __device__ inline void open_loop(const World& w, ServeBlock& b, uint64_t loop, u
   while (blocks < all && global_time() < start + kComeNs) blocks = load_u32(&s.checked) - before;
   b.shares = share_calls(w, blocks);
   store_16(w.serve_go, {loop << 1, b.present | uint64_t{blocks} << 32});
+}
+
+/// The next kernel may begin: it finds what it reads of this loop's where all look for it. Where that is not enough,
+/// because sources have been chosen or a block that follows may still be at one, kernels wait until this one has ended.
+/// One thread.
+__device__ inline void close_loop(const World& w, const ServeBlock& b) {
+  ServeState& s = *w.serve;
+  const uint64_t records = exchange_u64(&s.records, s.records);
+  const uint64_t last = exchange_u64(&s.last_look, s.last_look);
+  const uint32_t worked = (b.general | b.given_up) != 0 ? exchange_u32(&s.working, 1) : 0;
+  if (records != ~0ULL && last != ~0ULL && worked != ~0U) let_next_begin();
 }
 
 __device__ inline void lead(const World& w, ServeBlock& b, uint64_t loop) {
@@ -249,7 +277,9 @@ __device__ inline void lead(const World& w, ServeBlock& b, uint64_t loop) {
   if (threadIdx.x == kServeWorkers) store_16(w.serve_go, {loop << 1 | 1, b.present});
   if (is_control()) tell_ended(w, b);
   __syncthreads();
-  if (b.general != 0) choose_sources(w, start + kTakeNs + kStayNs);
+  if (b.general != 0) choose_sources(w, loop, start + kTakeNs + kStayNs);
+  __syncthreads();
+  if (threadIdx.x == kServeWorkers) close_loop(w, b);
 }
 
 }  // namespace moed::cuda

@@ -11,18 +11,27 @@ namespace moed::cuda {
 namespace {
 
 template <class Z>
-__global__ void __launch_bounds__(kServeThreads, 4) serve_loop(const __grid_constant__ World w, uint32_t index) {
+__global__ void __launch_bounds__(kServeThreads, 4)
+    serve_loop(const __grid_constant__ World w, uint64_t loop, bool first) {
   extern __shared__ __align__(16) uint8_t rows[];
   __shared__ Shared<ServeBlock> shared;
   ServeBlock& b = in_register(shared.get());
   ServeState& s = *w.serve;
-  const uint64_t loop = s.loops * kLoopsPerPass + index + 1;
-  if (blockIdx.x != 0 && threadIdx.x == 0)
-    b.index = fetch_add_u32(&s.checked, 1) - static_cast<uint32_t>((loop - 1) * (gridDim.x - 1));
-  if (index != 0 && s.sources != 0) return;  // a loop before this one has left them to the kernels behind
   for (uint32_t i = threadIdx.x; i < kEnded; i += kServeThreads) b.ended[i].number = 0;
-  if (threadIdx.x == 0) b.pushed = b.told = b.general = b.closing = 0;
+  if (threadIdx.x == 0) {
+    b.index = begin_block(s.checked, loop) - 1;
+    b.worked = load_u32_acquire(&s.working);  // what this L1 has of earlier loops is old
+    b.pushed = b.told = b.general = b.closing = b.given_up = 0;
+  }
   __syncthreads();
+  if (b.worked != 0) {
+    await_kernels_ahead();
+    if (!first) {  // a loop of this pass has left sources to the kernels behind
+      if (blockIdx.x == 0 && threadIdx.x == 0) begin_pass(w, w.layout.lanes_all, w.board->begun);
+      return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) static_cast<void>(exchange_u32(&s.working, 0));
+  }
   if (blockIdx.x == 0)
     lead(w, b, loop);
   else
@@ -44,10 +53,10 @@ cudaError_t add_serve_loop(const World& w, LoopNeeds& needs) {
   });
 }
 
-void launch_serve_loops(const World& w, cudaStream_t stream) {
+void launch_serve_loops(const World& w, uint64_t loop, cudaStream_t stream) {
   with_sizes(w.shape, [&]<class Z>(Z) {
-    for (uint32_t i = 0; i < kLoopsPerPass; ++i)
-      roomy(serve_loop<Z>)<<<w.serve_blocks, kServeThreads, kBatch * w.row_stride, stream>>>(w, i);
+    const Grid grid = {w.serve_blocks, kServeThreads, kBatch * w.row_stride};
+    for (uint32_t i = 0; i < kLoopsPerPass; ++i) launch(serve_loop<Z>, grid, stream, w, loop + i, i == 0);
   });
 }
 

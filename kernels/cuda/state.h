@@ -105,7 +105,7 @@ struct LaneState {
   uint64_t seen, deadline, waited_from, decided;  ///< global_time
   RankSet needed, waiting, in, out, named;
   uint64_t awaited[kMaxRanks];  ///< sequence of the present piece, by rank
-  uint64_t loops;               ///< call passes that have ended
+  uint32_t working;             ///< not 0: a loop has left a call to the kernels behind it; written by exchanges
   uint32_t arrived;             ///< blocks of call loops that have ended their part of a call, ever
   uint32_t checked;             ///< blocks that have begun to follow, over all call loops
   uint32_t host_taken;          ///< host_number of the host call taken last
@@ -159,9 +159,9 @@ struct Watch {
   uint32_t retries;   ///< times in a row that its rows were incomplete: not for a serve loop before they were complete
   uint64_t flight;    ///< sequence that a serve loop has under way; 0: none
   uint64_t seen;      ///< global_time of it
-  uint64_t reported;  ///< sequence of which a missing row was reported last
   uint32_t rows;      ///< of what is under way
   uint32_t pad;
+  uint64_t reported;  ///< sequence of which a missing row was reported last
 };
 
 /// One call in a serve pass.
@@ -199,7 +199,8 @@ struct ServeState {
   uint64_t last_look, first_pending;
   uint64_t gather, experts, send;  ///< global_time at which each began
   uint64_t waited;                 ///< ns from the first call line of the pass to gather
-  uint64_t loops;                  ///< serve passes that have ended
+  uint64_t chosen;                 ///< loop that chose the sources
+  uint32_t working;                ///< not 0: a loop has left sources to the kernels behind it; written by exchanges
   uint32_t checked;                ///< blocks that have begun to follow, over all serve loops
   uint64_t started;                ///< global_time of the first one
   uint64_t records;                ///< of passes that served somebody, so far
@@ -229,14 +230,15 @@ inline constexpr uint32_t kSettleTouch = 0, kSettleFence = 1, kSettleNone = 2;
 struct HostLane {
   alignas(128) Tagged<CallRecord> record;  ///< of the call that ended last
   alignas(128) uint64_t done;  ///< calls ended (low half of the lane's count), and the low half of its number
-  alignas(128) uint64_t begun, completed;  ///< passes
+  alignas(128) uint64_t begun, completed;  ///< loops; completed: what a marker said last
 };
 struct Board {
   HostLane lane[kMaxLanes + 1];
   Tagged<ServeRecord> served[kServeRecords];  ///< record n, from 1, in slot n % kServeRecords
   alignas(128) uint64_t records;
   alignas(128) uint64_t rung;  ///< of the doorbell, read by the last serve loop before it looked at any call line
-  alignas(128) uint64_t begun, completed, serving;  ///< passes; serving: the last one that found a source
+  alignas(128) uint64_t begun, completed;  ///< loops; completed: what a marker said last
+  uint64_t serving, answered;              ///< the last loop that left sources to the kernels behind it, and whose were answered
   DeviceFault fault[kFaults];
 };
 
@@ -268,7 +270,7 @@ struct World {
   uint32_t model_layers;      ///< entries of it; the others are identity
   Board* board;
   const uint32_t* doorbell;  ///< of this rank: the word that sources add to
-  uint64_t* begun;           ///< [lanes_all + 1] passes begun: of each lane, and of serving
+  uint64_t* begun;           ///< [lanes_all + 1] loops begun: of each lane, and of serving
   // Loops
   uint32_t call_blocks, serve_blocks;
   uint32_t long_way;  ///< drills are configured, or it is asked for: nothing ends within a loop

@@ -62,6 +62,7 @@ class Bench {
     for (int r = 0; r < kRanks; ++r) rank_[r]->backend().retire(1 - r);
   }
 
+  double load_rate() const { return loads_.empty() ? 0.0 : loads_[0]->rate(); }
   Backend::Waiting waiting() { return rank_[0]->backend().waiting(); }
 
   /// Chains of calls of the given sizes in turn.
@@ -155,6 +156,7 @@ void print_table(const Options& o) {
   };
   for (const uint32_t t : o.tokens) print(std::to_string(t), bench.measure({t}));
   if (o.tokens.size() > 1) print("mixed", bench.measure(o.tokens));
+  if (o.load) std::printf("the load read %.2f TB/s on GPU 0 beside the last of them\n", bench.load_rate() * 1e-12);
 }
 
 /// A way to do it that is not the one taken, or is: what it takes, and whether one may.

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <cstdint>
 
 namespace moed::bench {
@@ -28,6 +29,8 @@ class Load {
   void end() noexcept;
   /// Tells them, and waits until they have.
   void stop();
+  /// Bytes a second that it read between its last start and stop.
+  double rate() const { return rate_; }
 
  private:
   uint32_t begun() const;
@@ -38,7 +41,11 @@ class Load {
   uint32_t blocks_ = 0;
   cudaStream_t stream_ = nullptr;
   void* memory_ = nullptr;
-  uint32_t* words_ = nullptr;  ///< on the host, mapped: whether to end; then one a block that has begun
+  uint32_t* words_ = nullptr;  ///< on the host, mapped: whether to end; then by block: begun; turns read
+  uint32_t* ended_ = nullptr;  ///< on the device: the same, for all blocks
+  bool running_ = false;
+  std::chrono::steady_clock::time_point began_;
+  double rate_ = 0;
 };
 
 }  // namespace moed::bench

@@ -229,9 +229,9 @@ class Load {
   explicit Load(int gpu) : gpu_(gpu), memory_(test::loaded_driver(), gpu), copies_(gpu) {
     std::string why;
     bulk_ = memory_.make(million::kBulk, std::nullopt, why);
-    words_ = memory_.make((kRanks + 1) * sizeof(uint32_t), std::nullopt, why);
+    words_ = memory_.make((kRanks + 2) * sizeof(uint32_t), std::nullopt, why);
     if (!bulk_ || !words_) throw std::runtime_error(why);
-    constexpr uint32_t none[kRanks + 1] = {};
+    constexpr uint32_t none[kRanks + 2] = {};
     copies_.to_gpu(words_.as<void>(), none, sizeof none);
     // As a kernel that keeps what it streams in shared memory: else no other block that has some fits beside it.
     check(cudaFuncSetAttribute(million::stream_memory, cudaFuncAttributePreferredSharedMemoryCarveout, 100),
@@ -252,7 +252,7 @@ class Load {
     int processors = 0;
     check(cudaSetDevice(gpu_), "use of the GPU");
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu_), "multiprocessors");
-    const million::Stream s = {bulk_.as<uint4>(), end_word(), words_.as<uint32_t>(), place(kRanks),
+    const million::Stream s = {bulk_.as<uint4>(), end_word(), words_.as<uint32_t>(), place(kRanks + 1),
                                kLimit + kLimit / 8};
     million::stream_memory<<<processors * blocks_each, million::kLoadThreads, 16 << 10, copies_.stream()>>>(s);
     check(cudaGetLastError(), "launch");

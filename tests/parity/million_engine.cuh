@@ -162,8 +162,8 @@ static __global__ void __launch_bounds__(kThreads, 2) call_and_compare(const __g
 /// What the load needs: bytes to read, and when to stop.
 struct Stream {
   const uint4* memory;
-  const uint32_t* end;     ///< on the host: not 0: stop
-  const uint32_t* places;  ///< [kRanks] multiprocessors of engines
+  const uint32_t* end;  ///< on the host: not 0: stop
+  uint32_t* places;     ///< [kRanks] multiprocessors of engines; then whether to stop, for all blocks
   uint32_t* sink;
   uint64_t limit;  ///< ns
 };
@@ -177,7 +177,10 @@ static __global__ void __launch_bounds__(kLoadThreads) stream_memory(const __gri
   uint32_t sum = 0;
   for (;;) {
     bool over = false;
-    if (threadIdx.x == 0) over = cuda::load_u32(s.end) != 0 || cuda::global_time() > until;
+    if (threadIdx.x == 0) {  // one looks at the host's word: all would stop whoever else writes there
+      if (blockIdx.x == 0 && cuda::load_u32(s.end) != 0) cuda::store_u32(s.places + kRanks, 1);
+      over = cuda::load_u32(s.places + kRanks) != 0 || cuda::global_time() > until;
+    }
     if (__syncthreads_or(over ? 1 : 0) != 0) break;
     bool engine = false;
     for (uint32_t r = 0; r < kRanks; ++r) engine = engine || cuda::load_u32(s.places + r) == here;
