@@ -52,8 +52,8 @@ class Armed {
   /// Queues passes behind a wait for *word >= value, cyclically: a stream memory operation costs the GPU nothing while
   /// it waits. Several, because nobody queues more before the host has looked again.
   CUresult park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t passes, cudaError_t& launched);
-  /// Has the GPU say when all that is queued by now has ended. Loops do not say it by themselves: they begin before those
-  /// ahead have ended, and what says it stops the stream for a moment.
+  /// Has the GPU say when all that is queued by now has ended. Loops do not say it by themselves: they begin before
+  /// those ahead have ended, and what says it stops the stream for a moment.
   cudaError_t mark();
 
   /// Passes that have not begun, at least in part.

@@ -1,14 +1,13 @@
 // The CUDA back end: segments in exportable GPU memory, links as pictures that passes read, an armed call pass a lane
 // and an armed serve pass.
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 #include <system_error>
 #include <thread>
 
 #include "kernels/cuda/lane.h"
 #include "kernels/cuda/links.h"
 #include "kernels/cuda/passes.h"
+#include "kernels/cuda/serving.h"
 #include "kernels/cuda/start_tests.h"
 
 namespace moed {
@@ -16,11 +15,9 @@ namespace cuda {
 namespace {
 
 constexpr uint32_t kMostLanes = 29, kMostPairs = 32768;
-constexpr uint64_t kServeAhead = 8;         ///< passes queued: 22 ms of loops that nobody calls
-constexpr Nanos kIdle = 50'000'000;         ///< nobody having called for so long, the GPU is left alone
 constexpr Nanos kLongestSleep = 5'000'000;  ///< then the queue is filled up again
 constexpr Nanos kSpin = 2'000'000, kMoment = 50'000;
-constexpr Nanos kTraffic = 20'000'000, kShortSleep = 200'000;
+constexpr Nanos kShortSleep = 200'000;
 constexpr Nanos kLetGo = 2'000'000'000;
 
 /// Finds the GPU of these options; false: why.
@@ -76,11 +73,7 @@ class CudaBackend final : public Backend {
     constexpr uint32_t on = 1;
     gone = side_->to_gpu(world_.world().disarm, &on, sizeof on) && gone;
     gone = side_->word(world_.world().doorbell, static_cast<uint32_t>(host_load(world_.board().rung)) + 1) && gone;
-    gone = health_.good(serve_.mark(), "marker of the serve stream") && gone;
-    for (const Nanos until = now_ns() + kLetGo; gone && !serve_.settled();) {
-      gone = now_ns() < until;
-      std::this_thread::yield();
-    }
+    if (gone) static_cast<void>(serve_.settle(kLetGo));
     links_->clear();
   }
 
@@ -169,14 +162,14 @@ class CudaBackend final : public Backend {
   /// Keeps every stream filled and hands out one pass that has ended.
   bool serve(Nanos now, ServeRecord& out) override {
     cudaSetDevice(gpu_.ordinal);
-    keep_serving();
+    serve_.keep();
     for (const auto& lane : lanes_) lane->tend();
-    look_whether_stuck(now);
+    serve_.look_whether_stuck(now);
     world_.flip_when_due(options_, *side_, now);
     const Board& board = world_.board();
     const uint64_t records = host_load(board.records);
     if (records == records_) return false;
-    served_at_ = now;
+    serve_.note_traffic(now);
     records_ =
         std::max(records_, records - std::min<uint64_t>(records, kServeRecords / 2));  // older ones are overwritten
     if (!take_tagged(board.served[(records_ + 1) % kServeRecords], records_ + 1, offsetof(ServeRecord, reserved), out))
@@ -213,7 +206,7 @@ class CudaBackend final : public Backend {
     sleep_words_.assign(words.begin(), words.end());
     sleep_words_.insert(sleep_words_.begin(), {futex_address(wake_), wake_seen_});
     // Passes that serve somebody are used up faster than gates end.
-    const Nanos longest = busy ? kMoment : now < served_at_ + kTraffic ? kShortSleep : kLongestSleep;
+    const Nanos longest = busy ? kMoment : serve_.is_busy(now) ? kShortSleep : kLongestSleep;
     futex_wait_any(sleep_words_, std::min(until, now + longest));
     wake_seen_ = wake_.load();
   }
@@ -293,7 +286,7 @@ class CudaBackend final : public Backend {
     int least = 0;
     int greatest = 0;
     need(health_.good(cudaDeviceGetStreamPriorityRange(&least, &greatest), "priorities of streams"));
-    need(health_.good(serve_.make(greatest), "serve stream"));  // first, and with the highest priority
+    need(serve_.make(greatest));  // first, and with the highest priority
     memory_ = std::make_unique<cuda::Memory>(*driver_, gpu_.ordinal);
     side_ = std::make_unique<Side>(*driver_, health_);
     need(side_->make());
@@ -309,61 +302,22 @@ class CudaBackend final : public Backend {
     world_.set_doorbell(&doorbell_->memory.as<Doorbell>()->wake);
     make_passes(greatest + 1);
     open_own_link(why);
-    need(health_.good(serve_.fill(kServeAhead, kServeAhead), "launch of the serve pass"));
-  }
-
-  /// Passes are queued while somebody calls; else one waits for the doorbell without keeping the GPU busy. What rings
-  /// between its last look and the wait is not lost: the wait is for more than that look had read.
-  void keep_serving() {
-    if (health_.lost()) return;
-    const Nanos now = now_ns();
-    if (parked_ && serve_.begun() == parked_) return;
-    if (std::exchange(parked_, 0) != 0) served_at_ = now;
-    if (!options_.park || now < served_at_ + kIdle) {
-      health_.good(serve_.fill(kServeAhead, kServeAhead), "launch of the serve pass");
-      return;
-    }
-    if (!serve_.settled()) {
-      health_.good(serve_.mark(), "marker of the serve stream");
-      return;
-    }
-    parked_ = serve_.begun();
-    cudaError_t launched = cudaSuccess;
-    const auto rung = static_cast<uint32_t>(host_load(world_.board().rung));
-    health_.good(
-        serve_.park(*driver_, reinterpret_cast<CUdeviceptr>(world_.world().doorbell), rung + 1, kServeAhead, launched),
-        *driver_, "wait for the doorbell");
-    health_.good(launched, "launch of the serve pass");
-  }
-
-  /// Passes are queued all the time and none takes long: when none begins or ends, the GPU stands still.
-  void look_whether_stuck(Nanos now) {
-    const uint64_t moved = serve_.begun() + serve_.completed();
-    if (moved != moved_ || serve_.ahead() == 0 || parked_ != 0 || moved_at_ == 0) {
-      moved_ = moved;
-      moved_at_ = now;
-    } else if (options_.stuck_after_ms != 0 && now > moved_at_ + uint64_t{options_.stuck_after_ms} * 1'000'000) {
-      health_.stand_still("no serve pass has begun or ended for " + std::to_string((now - moved_at_) / 1'000'000) +
-                          " ms; the GPU stands still (gpu.stuck_after_ms)");
-    }
+    need(serve_.fill());
   }
 
   void make_passes(int priority) {
-    const World& w = world_.world();
-    need(health_.good(prepare_serve_pass(w), "kernels of the serve pass"));
-    serve_.set_pass([this, &w](uint64_t loop) { return launch_serve_pass(w, loop, serve_.stream()); }, w.board->begun,
-                    w.board->completed);
+    need(serve_.prepare(*driver_));
     shop_ =
-        std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_, [this] { keep_serving(); }});
+        std::make_unique<Shop>(Shop{*driver_, *memory_, world_, options_, *side_, health_, [this] { serve_.keep(); }});
     std::vector<cudaStream_t> streams;
     for (uint32_t i = 0; i <= options_.lanes; ++i) {  // lane 0 is the daemon's own
       need(lanes_.emplace_back(std::make_unique<Lane>(*shop_, i))->make(priority));
       links_->watch(lanes_.back()->pass());
       streams.push_back(lanes_.back()->pass().stream());
     }
-    links_->watch(serve_);
+    links_->watch(serve_.stream());
     std::string why;
-    if (options_.park && !prove_streams(*shop_, serve_.stream(), streams, why)) throw GpuError(why);
+    if (options_.park && !prove_streams(*shop_, serve_.stream().stream(), streams, why)) throw GpuError(why);
   }
 
   void open_own_link(std::string& why) {
@@ -385,17 +339,13 @@ class CudaBackend final : public Backend {
   std::shared_ptr<Segment> doorbell_;
   std::unique_ptr<Links> links_;
   std::unique_ptr<Shop> shop_;
-  Armed serve_;
+  Serving serve_{health_, options_, world_};
   std::vector<std::unique_ptr<Lane>> lanes_;
   static thread_local std::string error_;  ///< of this thread's last call
   std::atomic<uint32_t> wake_{0};
   // The service thread's alone:
   uint32_t wake_seen_ = 0;
   Nanos idle_at_ = 0;
-  Nanos served_at_ = now_ns();
-  uint64_t parked_ = 0;  ///< passes that had begun when the stream was made to wait for the doorbell; 0: it is not
-  uint64_t moved_ = 0;   ///< passes begun and completed, when they last moved
-  Nanos moved_at_ = 0;
   uint64_t records_ = 0, faults_ = 0;
   std::vector<FutexWord> sleep_words_;
 };
@@ -406,20 +356,6 @@ thread_local std::string CudaBackend::error_;
 
 std::unique_ptr<Backend> make_cuda_backend(BackendOptions options) {
   return std::make_unique<cuda::CudaBackend>(std::move(options));
-}
-
-/// More streams than queues would stop each other, and a kernel that is loaded when it is first launched waits for
-/// every gate (design.md section 8).
-void prepare_cuda() {
-  const auto want = [](const char* name, const char* value, bool has) {
-    if (!has) ::setenv(name, value, 1);
-  };
-  const char* loading = std::getenv("CUDA_MODULE_LOADING");
-  const char* queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-  if (std::getenv("CUDA_LAUNCH_BLOCKING") != nullptr)
-    ::unsetenv("CUDA_LAUNCH_BLOCKING");  // a gate would block its bell
-  want("CUDA_MODULE_LOADING", "EAGER", loading != nullptr && std::string_view(loading) == "EAGER");
-  want("CUDA_DEVICE_MAX_CONNECTIONS", "32", queues != nullptr && std::atoi(queues) >= 32);
 }
 
 Backend::Memory planned_cuda_memory(const BackendOptions& options) { return cuda::planned(options); }

@@ -43,8 +43,11 @@ struct CallBlock {
   uint32_t finished;     // call of the loop whose part of this block is done
   // The leading block's:
   uint32_t bell, last_bell, ahead_bell;
+  uint32_t repeats;  // the last bell was the one before
   uint32_t refused;  // not for the loop; known before the barrier behind which the call begins
   uint32_t bad;      // an id is out of range, or its rank not ready
+  uint32_t cleared;  // call of the loop whose bell has been cleared
+  uint32_t verdict;  // of a call that this block sums up alone: 1: it has ended, 2: it is given up
   uint32_t bits[kMaxRanks][kLoopWords];
   Told told[2];  // by the number of the call in this loop
 };
@@ -59,6 +62,9 @@ template <class Z>
 __device__ bool routes_alone(const World& w, const CallBlock& b) {
   return b.ticket.valid * Z::top_k(w) <= kAlone;
 }
+
+/// Asked for where it is needed: what is known at once and never changes makes the compiler write everything twice.
+__device__ inline bool is_leading(const CallBlock& b) { return look(b.index) == 0; }
 
 /// The present call's number within its loop, from 1.
 __device__ inline uint32_t call_number(const CallBlock& b) {
@@ -212,7 +218,7 @@ __device__ void sum_up(const World& w, uint32_t lane, CallBlock& b, const Room& 
   auto* const out = reinterpret_cast<uint16_t*>(b.arena + t.out);
   uint32_t before = sum_tokens<Z>(
       w, b.peer, lane, b.first, b.step, t.valid, call, out, reinterpret_cast<uint16_t*>(room.inputs), b.sums,
-      [&](uint32_t i) { return ranks_of<Z>(w, routing + i * each); },
+      [&](uint32_t i) -> const RankSet& { return ranks_of<Z>(w, routing + i * each); },
       [&](uint32_t, uint32_t, uint64_t, bool) { return stopped(b); });
   if (t.valid < t.tokens) before |= zero_padding<Z>(w, b, call.settle);
   if (w.settle == kSettleFence) fence_gpu();
@@ -229,22 +235,20 @@ __device__ void note_rank(const World& w, uint8_t* record, uint32_t r) {
 /// The ranks of all slots of a token that neighbouring lanes have: K is a power of two and there are 32 ranks at most.
 template <class Z>
 __device__ uint32_t all_ranks(const World& w, uint32_t ranks) {
-#pragma unroll
-  for (uint32_t i = 1; i < 32; i *= 2)
-    if (i < Z::top_k(w)) ranks |= __shfl_xor_sync(0xFFFFFFFFU, ranks, i);
-  return ranks;
+  const uint32_t k = Z::top_k(w);
+  const uint32_t slots = k == 32 ? 0xFFFFFFFFU : ((1U << k) - 1) << (warp_lane() & ~(k - 1));
+  return __reduce_or_sync(slots, ranks);
 }
 template <class Z>
 __device__ bool routes_together(const World& w) {
   return (Z::top_k(w) & (Z::top_k(w) - 1)) == 0 && w.ranks <= 32;
 }
 
-/// A slot's id and weight into its token's record. Whether the id is of an expert; -1 is not, and not bad.
+/// A slot's id and weight into its token's record.
 template <class Z>
-__device__ bool put_slot(const World& w, uint8_t* record, uint32_t slot, int64_t id, float weight) {
+__device__ void put_slot(const World& w, uint8_t* record, uint32_t slot, int64_t id, float weight) {
   reinterpret_cast<int32_t*>(record)[slot] = static_cast<int32_t>(id);
   reinterpret_cast<float*>(record + Z::top_k(w) * 4)[slot] = weight;
-  return id >= 0 && id < static_cast<int64_t>(w.shape.experts);
 }
 
 /// The routing of this block's own tokens, read where the engine has it: the leading block checks that of all, and what
@@ -270,7 +274,8 @@ __device__ void route_own(const World& w, CallBlock& b, const Room& room, uint32
                                : float_of(load_u32(reinterpret_cast<const uint32_t*>(weight) + at));
       const int64_t e = wide ? static_cast<int64_t>(load_u64(reinterpret_cast<const uint64_t*>(id) + at))
                              : static_cast<int32_t>(load_u32(reinterpret_cast<const uint32_t*>(id) + at));
-      if (put_slot<Z>(w, record, slot, e, value)) r = owner_of(w, static_cast<uint32_t>(e));
+      put_slot<Z>(w, record, slot, e, value);
+      if (e >= 0 && e < static_cast<int64_t>(w.shape.experts)) r = owner_of(w, static_cast<uint32_t>(e));
       if (r < kMaxRanks && b.peer[r].ready == 0) r = kMaxRanks;
       if (slot == 0) ranks_of<Z>(w, record) = {};
     }

@@ -33,9 +33,9 @@ __device__ void route_alone(const World& w, uint32_t lane, CallBlock& b, const R
   __syncwarp();
   route<Z>(w, b, room, warp_lane(), 32);
   __syncwarp();
-  if (b.bad == 0) announce(w, lane, b, warp_lane(), 32);
   __threadfence_block();
   if (warp_lane() == 0) show(b.routed, call << 8 | kAllRouted);
+  if (b.bad == 0) announce(w, lane, b, warp_lane(), 32);
 }
 
 /// The same by all the others.
@@ -52,10 +52,16 @@ __device__ void route_together(const World& w, uint32_t lane, CallBlock& b, cons
   show(b.routed, call << 8 | kAllRouted);
 }
 
+/// The end of a call that the leading block has summed up alone, unless the last warp has given it up. One thread.
+__device__ void end_alone(CallBlock& b, uint32_t call) {
+  while (look(b.cleared) != call) continue;
+  if (look(b.stop) == 0 && atomicCAS(&b.verdict, 0U, 1U) == 0) store_u32(&b.mailbox->done, 1);
+}
+
 /// The data warps of any block: one call.
 template <class Z>
 __device__ void do_tokens(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call) {
-  const bool leads = blockIdx.x == 0;
+  const bool leads = is_leading(b);
   if (leads && !routes_alone<Z>(w, b)) route_together<Z>(w, lane, b, room, call);
   if (b.first < b.ticket.tokens) {
     // The leading block has the routing of all tokens; the others of theirs.
@@ -63,60 +69,72 @@ __device__ void do_tokens(const World& w, uint32_t lane, CallBlock& b, const Roo
     const uint32_t each = (leads ? b.step : 1) * stride;
     fetch_first<Z>(w, b, room);
     const bool go = dispatch_tokens<Z>(w, lane, b, room, room.records, each, [&](uint32_t i) {
-      if (!leads && b.first >= b.ticket.valid) return true;
-      while (look(b.routed) < (call << 8 | (leads ? kAllRouted : i + 1))) continue;
-      return !leads || look(b.bad) == 0;
+      const uint32_t wanted = is_leading(b) ? kAllRouted : b.first >= b.ticket.valid ? 0 : i + 1;
+      while (look(b.routed) < (call << 8 | wanted) && wanted != 0) continue;
+      return !is_leading(b) || look(b.bad) == 0;
     });
     wait_copies<0>();
     sync_team();
     if (go) {
-      if (leads && threadIdx.x == 0) show(b.told[call % 2].sent, global_time());
+      if (is_leading(b) && threadIdx.x == 0) show(b.told[call % 2].sent, global_time());
       sum_up<Z>(w, lane, b, room, room.records, each);
-      if (!leads && threadIdx.x == 0 && look(b.stop) == 0) add_u32(&w.lane[lane].arrived, 1);
+      if (is_leading(b) && threadIdx.x == 0 && busy_followers(b) == 0) end_alone(b, call);
+      if (!is_leading(b) && threadIdx.x == 0 && look(b.stop) == 0) add_u32(&w.lane[lane].arrived, 1);
     }
   }
   if (threadIdx.x == 0) show(b.finished, call);
 }
 
+/// Takes a call that was not guessed, or none. The last warp.
+template <class Z>
+__device__ __noinline__ void take_rung(const World& w, LaneState& s, uint32_t lane, CallBlock& b, const Rung& rung,
+                                       uint64_t count) {
+  const bool real = rung.bell != 0 && (rung.bell == kHostBell ? is_given(s) : rung.bell <= kMostRecords);
+  if (warp_lane() == 0) {
+    b.bell = rung.bell;
+    b.repeats = rung.bell == b.last_bell ? 1 : 0;
+    b.ticket.picture = rung.picture;
+    b.ticket.blocks = rung.blocks;
+    if (!real) b.turn = 0;
+  }
+  __syncwarp();
+  if (!real) return;
+  read_call(w, s, lane, b, rung.bell);
+  take_call(w, lane, b, b.turn, count);
+  if (warp_lane() == 0) share_tokens<Z>(w, b);
+}
+
 /// The leading block waits for a bell and takes its call; b.turn = 0: the loop ends. The last warp. What is likely to
-/// be rung for is at hand before: the record of the last call, and the one behind it.
+/// be rung for is at hand before: the call of the last bell, or of the one behind it, whichever it was last time.
 template <class Z>
 __device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBlock& b, uint64_t turn, uint64_t count,
                            uint64_t until) {
   if (b.picture != ~0U) load_peers(w, b, count);  // most likely those of the call that comes
-  const Guess same = guess(b, b.now, b.last_bell, count);
-  const Guess next = guess(b, b.ahead, b.ahead_bell, count);
-  std::byte* const line = ticket_line(w, lane);
+  Guess likely = b.repeats != 0 ? guess(b, b.now, b.last_bell, count) : guess(b, b.ahead, b.ahead_bell, count);
+  if (b.picture == ~0U) likely.bell = 0;
   Told& told = b.told[turn % 2];
   if (warp_lane() == 0) {
     b.turn = turn;
-    b.refused = b.bad = b.stop = 0;
+    b.refused = b.bad = b.stop = b.verdict = 0;
     told.count = count;
     told.sent = told.decided = told.done = 0;
     told.slowest = told.failed = told.open = 0;
   }
   __syncwarp();
-  const uint32_t bell = await_bell(w, s, lane, b, b.told[(turn - 1) % 2], until);
-  const bool known = bell != 0 && (bell == same.bell || bell == next.bell) && b.ticket.picture == b.picture;
-  if (known) take_guess(line, b, bell == same.bell ? same.words : next.words, turn);
-  const bool real = bell != 0 && (bell == kHostBell ? is_given(s) : bell <= kMostRecords);
-  if (warp_lane() == 0) {
-    b.bell = bell;
-    told.seen = global_time();
-    if (!real) b.turn = 0;
+  const ulonglong2 words = likely.bell != 0 ? put_guess<Z>(w, b, likely) : likely.words;
+  const Rung rung = await_bell(w, s, lane, b, b.told[(turn - 1) % 2], until);
+  if (warp_lane() == 0) told.seen = global_time();
+  if (rung.bell != 0 && rung.bell == likely.bell && rung.picture == b.picture && rung.blocks == gridDim.x) {
+    if (busy_followers(b) != 0 && warp_lane() < kLineLanes) store_line(ticket_line(w, lane), words, turn);
+    if (warp_lane() == 0) b.bell = rung.bell;
+  } else {
+    take_rung<Z>(w, s, lane, b, rung, count);
   }
-  __syncwarp();
-  if (!real) return;
-  if (!known) {
-    read_call(w, s, lane, b, bell);
-    take_call(w, lane, b, turn, count);
-  }
-  if (warp_lane() == 0) share_tokens<Z>(w, b);
   __syncwarp();
 }
 
 /// What is left to do with the bell when the other warps are at work. What was found in it, to be waited for later.
-__device__ uint32_t settle_bell(CallBlock& b) {
+__device__ __noinline__ uint32_t settle_bell(CallBlock& b) {
   uint32_t rung = 0;
   if (warp_lane() == 0) rung = exchange_u32(&b.mailbox->bell, 0);
   if (b.bell == b.last_bell || b.bell != b.ahead_bell) return rung;
@@ -128,8 +146,8 @@ __device__ uint32_t settle_bell(CallBlock& b) {
   return rung;
 }
 
-/// What only the leading block does before and after the calls of a loop. False: a call of an earlier pass goes on behind
-/// the loop.
+/// What only the leading block does before and after the calls of a loop. False: a call of an earlier pass goes on
+/// behind the loop.
 __device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBlock& b) {
   if (threadIdx.x == kTeam) b.ticket.picture = begin_pass(w, lane, w.board->lane[lane].begun);
   __syncthreads();
@@ -141,8 +159,8 @@ __device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBloc
   return false;
 }
 
-/// The others leave, and the next kernel may begin: it finds what it reads of this loop's where all look for it. What was
-/// handed over is more: for that, kernels wait until this one has ended.
+/// The others leave, and the next kernel may begin: it finds what it reads of this loop's where all look for it. What
+/// was handed over is more: for that, kernels wait until this one has ended.
 __device__ void end_loop(const World& w, LaneState& s, uint32_t lane, uint64_t turn, uint64_t count, bool handed) {
   static_assert(offsetof(CallTicket, leave) % 16 == 0);
   __syncthreads();
@@ -161,21 +179,23 @@ __device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, C
   const uint32_t call = call_number(b);
   Told& told = b.told[call % 2];
   Told& before = b.told[(call + 1) % 2];
-  const uint32_t rung = settle_bell(b);
   if (b.refused == 0 && routes_alone<Z>(w, b)) route_alone<Z>(w, lane, b, room, call);
+  const uint32_t rung = settle_bell(b);
   if (before.open != 0) {  // its answers have come meanwhile, or they never do
     look_at_returns(w, lane, b, before, before.done);
     tell(w, lane, before);
   }
   if (b.refused != 0) return false;
   read_ahead(w, lane, b);
+  if (rung == ~0U) __nanosleep(0);  // what was found is waited for: the engine may ring again from here on
+  if (warp_lane() == 0) show(b.cleared, call);
   while (look(b.routed) >> 8 != call) continue;
   if (look(b.bad) != 0) return false;
   const RankSet needed = needed_ranks(w, b);
   if (warp_lane() == 0) told.waiting = needed;
   __syncwarp();
   if (!await_sums(w, s, lane, b, told, expected, min(told.seen + b.now.timeout_ns, last))) return false;
-  end_call(b, told, rung);
+  end_call(b, told);
   return true;
 }
 
@@ -183,7 +203,7 @@ __device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, C
 template <class Z>
 __device__ bool do_call(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call, uint32_t expected,
                         uint64_t last) {
-  const bool leads = blockIdx.x == 0;
+  const bool leads = is_leading(b);
   bool good = true;
   if (!is_control()) {
     if (b.refused == 0) do_tokens<Z>(w, lane, b, room, call);
@@ -200,7 +220,7 @@ __device__ bool do_call(const World& w, uint32_t lane, CallBlock& b, const Room&
 template <class Z>
 __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlock& b, const Room& room) {
   LaneState& s = w.lane[lane];
-  const bool leads = blockIdx.x == 0;
+  const bool leads = is_leading(b);
   const uint64_t began = global_time();
   const uint64_t last = began + kTakeNs + kStayNs;
   uint64_t turn = loop << kTurnBits;
@@ -211,16 +231,16 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
   for (uint32_t call = 1; open; ++call) {
     ++turn;
     if (is_control()) {
-      if (leads)
+      if (is_leading(b))
         await_call<Z>(w, s, lane, b, turn, count + 1, began + kTakeNs);
       else
         await_ticket<Z>(w, ticket_line(w, lane), b, last);
-    } else if (leads) {
+    } else if (is_leading(b)) {
       clear<Z>(w, b, b.told[call % 2], room);
     }
     __syncthreads();
     if (b.turn == 0) {  // the loop ends, or it was rung by a word that names no call
-      if (!leads || !is_control()) break;
+      if (!is_leading(b) || !is_control()) break;
       Told& before = b.told[(call + 1) % 2];
       if (before.open != 0) tell(w, lane, before);
       if (b.bell != 0) settle_bell(b);
@@ -229,8 +249,8 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
     arrived += busy_followers(b);
     const bool told = b.refused == 0;  // to the others, who may have sent rows
     open = do_call<Z>(w, lane, b, room, call_number(b), arrived, last);
-    if (leads && told) ++count;
-    if (!open) hand_over<Z>(w, s, lane, b, told && b.bad == 0 ? Mode::again : Mode::start, room.records);
+    if (told) ++count;  // the leading block's is meant
+    if (!open) hand_over<Z>(w, s, lane, b, told && b.bad == 0 ? Mode::again : Mode::start, room);
   }
   if (leads) end_loop(w, s, lane, turn + 1, count, !open);
 }
@@ -249,8 +269,8 @@ __global__ void __launch_bounds__(kLoopThreads, 4)
     b.arena = reinterpret_cast<std::byte*>(load_u64(reinterpret_cast<const uint64_t*>(&s.arena)));
     b.mailbox = reinterpret_cast<DeviceMailbox*>(load_u64(reinterpret_cast<const uint64_t*>(&s.mailbox)));
     b.picture = ~0U;
-    b.finished = b.routed = b.refused = b.last_bell = b.ahead_bell = b.bell = 0;
-    b.told[0].open = b.told[1].open = 0;
+    b.finished = b.routed = b.cleared = b.refused = b.last_bell = b.ahead_bell = b.bell = 0;
+    b.told[0].open = b.told[1].open = b.repeats = 0;
     b.turn = loop << kTurnBits;
   }
   __syncthreads();

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "daemon/abi/text.h"
+#include "kernels/backend.h"
 
 #define MOED_QUOTE(name) #name
 #define MOED_TEXT(name) MOED_QUOTE(name)  // after cuda.h has renamed it
@@ -345,3 +346,21 @@ bool can_reach(const Driver& driver, int device, int peer, std::string& why) {
 }
 
 }  // namespace moed::cuda
+
+namespace moed {
+
+/// More streams than queues would stop each other, and a kernel that is loaded when it is first launched waits for
+/// every gate (design.md section 8).
+void prepare_cuda() {
+  const auto want = [](const char* name, const char* value, bool has) {
+    if (!has) ::setenv(name, value, 1);
+  };
+  const char* loading = std::getenv("CUDA_MODULE_LOADING");
+  const char* queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  if (std::getenv("CUDA_LAUNCH_BLOCKING") != nullptr)
+    ::unsetenv("CUDA_LAUNCH_BLOCKING");  // a gate would block its bell
+  want("CUDA_MODULE_LOADING", "EAGER", loading != nullptr && std::string_view(loading) == "EAGER");
+  want("CUDA_DEVICE_MAX_CONNECTIONS", "32", queues != nullptr && std::atoi(queues) >= 32);
+}
+
+}  // namespace moed

@@ -51,8 +51,6 @@ __global__ void gather(const __grid_constant__ World w) {
 
 }  // namespace
 
-void launch_gather(const World& w, cudaStream_t stream) {
-  launch(gather, {kGatherBlocks, kGatherThreads}, stream, w);
-}
+void launch_gather(const World& w, cudaStream_t stream) { launch(gather, {kGatherBlocks, kGatherThreads}, stream, w); }
 
 }  // namespace moed::cuda

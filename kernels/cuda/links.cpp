@@ -79,7 +79,8 @@ bool Links::change(const std::function<void(std::vector<Link>&)>& how) {
   old.begun.resize(streams_.size());
   if (!side_.from_gpu(old.begun.data(), world_.world().begun, old.begun.size() * sizeof(uint64_t))) return false;
   for (size_t i = 0; i < streams_.size(); ++i)
-    if (streams_[i]->completed() < old.begun[i] && !health_.good(streams_[i]->mark(), "marker of a stream")) return false;
+    if (streams_[i]->completed() < old.begun[i] && !health_.good(streams_[i]->mark(), "marker of a stream"))
+      return false;
   sweep_locked();
   return true;
 }

@@ -1,5 +1,5 @@
-// The two passes: straight chains of kernels. What a pass has to do is read from GPU memory when it runs. Also the small
-// kernels of the start-up tests.
+// The two passes: straight chains of kernels. What a pass has to do is read from GPU memory when it runs. Also the
+// small kernels of the start-up tests.
 #include <set>
 #include <utility>
 
@@ -8,6 +8,8 @@
 
 namespace moed::cuda {
 namespace {
+
+thread_local cudaError_t launch_error = cudaSuccess;
 
 __global__ void note(uint32_t* word) { store_u32_release(word, 1); }
 __global__ void mark(uint64_t* word, uint64_t value) { store_u64_release(word, value); }
@@ -42,6 +44,11 @@ __global__ void line_test(std::byte* lines, uint32_t rounds, unsigned long long*
 
 }  // namespace
 
+cudaError_t take_launch_error() { return std::exchange(launch_error, cudaSuccess); }
+void note_launch_error(cudaError_t error) {
+  if (launch_error == cudaSuccess) launch_error = error;
+}
+
 void make_roomy(const void* kernel) {
   thread_local std::set<std::pair<int, const void*>> known;
   int device = 0;
@@ -65,7 +72,7 @@ cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, cudaS
   launch_wait(w, lane, stream);
   launch_reduce(w, lane, stream);
   launch_finish(w, lane, stream);
-  return cudaGetLastError();
+  return take_launch_error();
 }
 
 cudaError_t launch_serve_pass(const World& w, uint64_t loop, cudaStream_t stream) {
@@ -75,7 +82,7 @@ cudaError_t launch_serve_pass(const World& w, uint64_t loop, cudaStream_t stream
   launch_experts(w, stream);
   launch_send(w, stream);
   launch_returns(w, stream);
-  return cudaGetLastError();
+  return take_launch_error();
 }
 
 cudaError_t launch_marker(uint64_t* word, uint64_t value, cudaStream_t stream) {

@@ -15,12 +15,16 @@ struct Grid {
   uint32_t blocks, threads, bytes = 0;
 };
 
-/// A kernel that has not been launched on this device yet: multiprocessors shall give all they can to shared memory where
-/// it runs. One that is never empty keeps the division with which its first block came: with that of a small kernel the
-/// loops find no room for as long as anybody's long kernel runs there.
+/// A kernel that has not been launched on this device yet: multiprocessors shall give all they can to shared memory
+/// where it runs. One that is never empty keeps the division with which its first block came: with that of a small
+/// kernel the loops find no room for as long as anybody's long kernel runs there.
 void make_roomy(const void* kernel);
 
-/// Launches a kernel that does not wait for the one ahead of it to end. Errors: cudaGetLastError().
+/// The first error of launch() on this thread since the last one was taken.
+cudaError_t take_launch_error();
+void note_launch_error(cudaError_t error);
+
+/// Launches a kernel that does not wait for the one ahead of it to end. Errors: take_launch_error().
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, const Arguments&... arguments) {
   make_roomy(reinterpret_cast<const void*>(kernel));
@@ -34,27 +38,27 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  static_cast<void>(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+  note_launch_error(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
 // Call pass of one lane.
 /// bell -> done, where nothing is unusual; `loop`: its number on this lane, from 1, and the first of kLoopsPerPass.
 void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream);
-void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);     ///< private, checked ids and weights
-void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);       ///< may it run; call lines of a piece
-void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);    ///< rows of a piece
-void launch_wait(const World& w, uint32_t lane, cudaStream_t stream);        ///< return lines
-void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream);      ///< sum, norm, out; zeros
-void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);      ///< next piece, or record and done
+void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);   ///< private, checked ids and weights
+void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);     ///< may it run; call lines of a piece
+void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);  ///< rows of a piece
+void launch_wait(const World& w, uint32_t lane, cudaStream_t stream);      ///< return lines
+void launch_reduce(const World& w, uint32_t lane, cudaStream_t stream);    ///< sum, norm, out; zeros
+void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);    ///< next piece, or record and done
 
 // Serve pass.
 /// call lines -> return lines, or sources; `loop`: as above.
 void launch_serve_loops(const World& w, uint64_t loop, cudaStream_t stream);
-void launch_gather(const World& w, cudaStream_t stream);       ///< rows -> private copies
-void launch_plan(const World& w, cudaStream_t stream);         ///< pairs by (layer, local expert)
-void launch_experts(const World& w, cudaStream_t stream);      ///< two products and the activation
-void launch_send(const World& w, cudaStream_t stream);         ///< weighted partials
-void launch_returns(const World& w, cudaStream_t stream);      ///< return lines, record
+void launch_gather(const World& w, cudaStream_t stream);   ///< rows -> private copies
+void launch_plan(const World& w, cudaStream_t stream);     ///< pairs by (layer, local expert)
+void launch_experts(const World& w, cudaStream_t stream);  ///< two products and the activation
+void launch_send(const World& w, cudaStream_t stream);     ///< weighted partials
+void launch_returns(const World& w, cudaStream_t stream);  ///< return lines, record
 
 /// Once before the first pass.
 cudaError_t prepare_call_pass(const World& w);

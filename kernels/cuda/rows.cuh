@@ -31,7 +31,7 @@ struct Codes {
 };
 
 /// Eight codes of a block with a NaN or more; NaNs do not count for the scale. Whole warps; rare.
-static __device__ __noinline__ Codes quantise_with_nans(ulonglong2 x) {
+__device__ inline Codes quantise_with_nans(const ulonglong2& x) {
   uint32_t greatest = 0;
   for (uint32_t i = 0; i < 8; ++i) {
     const auto magnitude = static_cast<uint32_t>((i < 4 ? x.x : x.y) >> (16 * (i % 4)) & 0x7FFFU);
@@ -50,8 +50,8 @@ static __device__ __noinline__ Codes quantise_with_nans(ulonglong2 x) {
 }
 
 /// Eight BF16 values of x as eight codes; four neighbouring threads have a block of 32. Whole warps. The instruction
-/// rounds numbers as numbers.h does.
-__device__ inline Codes quantise_8(const ulonglong2& x) {
+/// rounds numbers as numbers.h does; `nan` is set where that is not enough.
+__device__ inline Codes quantise_8(const ulonglong2& x, bool& nan) {
   const uint32_t pair[4] = {static_cast<uint32_t>(x.x), static_cast<uint32_t>(x.x >> 32), static_cast<uint32_t>(x.y),
                             static_cast<uint32_t>(x.y >> 32)};
   const uint32_t two = __vmaxu2(__vmaxu2(pair[0] & 0x7FFF7FFFU, pair[1] & 0x7FFF7FFFU),
@@ -59,7 +59,7 @@ __device__ inline Codes quantise_8(const ulonglong2& x) {
   uint32_t greatest = max(two & 0xFFFFU, two >> 16);
   greatest = max(greatest, __shfl_xor_sync(0xFFFFFFFFU, greatest, 1));
   greatest = max(greatest, __shfl_xor_sync(0xFFFFFFFFU, greatest, 2));
-  if (__any_sync(0xFFFFFFFFU, greatest > 0x7F80U) != 0) return quantise_with_nans(x);
+  nan = nan || greatest > 0x7F80U;
   // mxfp8_scale_bf16 without its branches: an Inf's exponent gives 254 by the smaller of the two.
   const uint32_t exponent = greatest >> 7;
   const uint32_t mantissa = greatest & 0x7FU;
@@ -86,7 +86,7 @@ MOED_HD inline uint32_t input_bytes(const Shape& s) { return s.latent * 2; }
 template <class Z>
 __device__ void fetch_input(const World& w, const TokenInput& in, uint8_t* to) {
   const uint32_t bytes = Z::latent(w) * (in.scales == nullptr ? 2 : 1);
-#pragma unroll 1
+#pragma unroll 2
   for (uint32_t at = team_thread() * 16; at < bytes; at += kTeam * 16) copy_16(to + at, in.x + at, 16);
 }
 
@@ -97,12 +97,39 @@ __device__ void pad_row(const World& w, uint8_t* row) {
   for (uint32_t i = Z::row_bytes(w) + team_thread(); i < Z::row_stride(w); i += kTeam) row[i] = 0;
 }
 
+/// Eight codes, and their block's scale, into a row record whose parts are even.
+template <class Z>
+__device__ void put_codes(const World& w, uint8_t* row, uint32_t piece, const Codes& c) {
+  auto* const to = reinterpret_cast<uint16_t*>(row + Z::codes(w) + piece * 8);
+  if ((Z::codes(w) & 7U) == 0) {
+    *reinterpret_cast<uint64_t*>(to) = c.codes;
+  } else {
+    for (uint32_t i = 0; i < 4; ++i) to[i] = static_cast<uint16_t>(c.codes >> (16 * i));
+  }
+  if (piece % 4 == 0) row[Z::scales(w) + piece / 4] = static_cast<uint8_t>(c.scale);
+}
+
+/// The codes of this warp's pieces once more, NaNs among them; rare.
+template <class Z>
+__device__ __noinline__ void make_codes_with_nans(const World& w, const uint8_t* x, uint8_t* row) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (uint32_t base = team_thread() - lane; base < Z::latent(w) / 8; base += kTeam) {
+    const bool mine = base + lane < Z::latent(w) / 8;
+    ulonglong2 words = {0, 0};
+    if (mine) words = *reinterpret_cast<const ulonglong2*>(x + (base + lane) * 16);
+    const Codes c = quantise_with_nans(words);
+    if (mine) put_codes<Z>(w, row, base + lane, c);
+  }
+}
+
 /// Codes and scales of a token into its row record in shared memory, whose parts are even. `x`: what fetch_input has
 /// brought. A team.
 template <class Z>
 __device__ void make_codes(const World& w, const TokenInput& in, const uint8_t* x, uint8_t* row) {
   const uint32_t pieces = Z::latent(w) / 8;
   const uint32_t lane = threadIdx.x % 32;
+  bool nan = false;
 #pragma unroll 2
   for (uint32_t base = team_thread() - lane; base < pieces; base += kTeam) {
     const uint32_t piece = base + lane;
@@ -111,19 +138,13 @@ __device__ void make_codes(const World& w, const TokenInput& in, const uint8_t* 
     if (in.scales == nullptr) {
       ulonglong2 words = {0, 0};
       if (mine) words = *reinterpret_cast<const ulonglong2*>(x + piece * 16);
-      c = quantise_8(words);
+      c = quantise_8(words, nan);
     } else if (mine) {
       c = {*reinterpret_cast<const uint64_t*>(x + piece * 8), load_u8(in.scales + piece / 4)};
     }
-    if (!mine) continue;
-    auto* const to = reinterpret_cast<uint16_t*>(row + Z::codes(w) + piece * 8);
-    if ((Z::codes(w) & 7U) == 0) {
-      *reinterpret_cast<uint64_t*>(to) = c.codes;
-    } else {
-      for (uint32_t i = 0; i < 4; ++i) to[i] = static_cast<uint16_t>(c.codes >> (16 * i));
-    }
-    if (piece % 4 == 0) row[Z::scales(w) + piece / 4] = static_cast<uint8_t>(c.scale);
+    if (mine) put_codes<Z>(w, row, piece, c);
   }
+  if (__any_sync(0xFFFFFFFFU, nan) != 0) make_codes_with_nans<Z>(w, x, row);
 }
 
 /// Stores a row record in shared memory as lines to each of `ranks`, eight lanes a line. A team.

@@ -143,8 +143,6 @@ __global__ void returns(const __grid_constant__ World w) {
 }  // namespace
 
 void launch_send(const World& w, cudaStream_t stream) { launch(send, {kSendBlocks, kSendThreads}, stream, w); }
-void launch_returns(const World& w, cudaStream_t stream) {
-  launch(returns, {1, kReturnThreads}, stream, w);
-}
+void launch_returns(const World& w, cudaStream_t stream) { launch(returns, {1, kReturnThreads}, stream, w); }
 
 }  // namespace moed::cuda

@@ -201,9 +201,9 @@ __device__ void take_row(const World& w, const Eye& eye, Taken& taken, const Row
       if (__any_sync(0xFFFFFFFFU, bad[0] || bad[1]) == 0) break;
       const bool newer = (bad[0] && words[0].y > awaited) || (bad[1] && words[1].y > awaited);  // of the last lanes
       if (__any_sync(0xFFFFFFFFU, (newer && part == kLineLanes - 1) || global_time() >= until) == 0) continue;
-      for (uint32_t k = 0; k < 2; ++k)
-        if (bad[k] && part == kLineLanes - 1) miss_row(w, eye, taken, job.which, job.token, words[k].y);
-      break;
+      const uint64_t found = bad[0] ? words[0].y : words[1].y;
+      if ((bad[0] || bad[1]) && part == kLineLanes - 1) miss_row(w, eye, taken, job.which, job.token, found);
+      return;
     }
 #pragma unroll
     for (uint32_t k = 0; k < 2; ++k) {

@@ -73,7 +73,8 @@ __device__ inline void follow_flight(const World& w, ServeBlock& b, uint32_t at,
 #pragma unroll 8
   for (uint32_t i = part; i < b.shares.share; i += kLineLanes) {
     const ulonglong2 mark = load_16(marks + i);
-    if (mark.x == flight && mark.y >> 32 == (loop & 0xFFFFFFFFU)) {
+    if (mark.y >> 32 != (loop & 0xFFFFFFFFU)) continue;  // another loop's, perhaps of another call line
+    if (mark.x == flight) {
       rows += static_cast<uint32_t>(mark.y) & 0xFFFFU;
       flags |= static_cast<uint32_t>(mark.y) >> 16;
     }

@@ -151,15 +151,15 @@ struct alignas(16) ServeGo {
 
 /// Which call lines were seen, taken, and are worth lingering for.
 struct Watch {
-  uint64_t served;    ///< sequence taken last
-  uint64_t pending;   ///< sequence seen and not taken; 0: none
-  uint64_t since;     ///< end of the last look that did not show it
-  uint64_t again;     ///< not to be taken before this time: its rows were incomplete
-  uint32_t recent;    ///< passes that it may still miss before nobody lingers for it
-  uint32_t retries;   ///< times in a row that its rows were incomplete: not for a serve loop before they were complete
-  uint64_t flight;    ///< sequence that a serve loop has under way; 0: none
-  uint64_t seen;      ///< global_time of it
-  uint32_t rows;      ///< of what is under way
+  uint64_t served;   ///< sequence taken last
+  uint64_t pending;  ///< sequence seen and not taken; 0: none
+  uint64_t since;    ///< end of the last look that did not show it
+  uint64_t again;    ///< not to be taken before this time: its rows were incomplete
+  uint32_t recent;   ///< passes that it may still miss before nobody lingers for it
+  uint32_t retries;  ///< times in a row that its rows were incomplete: not for a serve loop before they were complete
+  uint64_t flight;   ///< sequence that a serve loop has under way; 0: none
+  uint64_t seen;     ///< global_time of it
+  uint32_t rows;     ///< of what is under way
   uint32_t pad;
   uint64_t reported;  ///< sequence of which a missing row was reported last
 };
@@ -238,7 +238,7 @@ struct Board {
   alignas(128) uint64_t records;
   alignas(128) uint64_t rung;  ///< of the doorbell, read by the last serve loop before it looked at any call line
   alignas(128) uint64_t begun, completed;  ///< loops; completed: what a marker said last
-  uint64_t serving, answered;              ///< the last loop that left sources to the kernels behind it, and whose were answered
+  uint64_t serving, answered;  ///< the last loop that left sources to the kernels behind it, and whose were answered
   DeviceFault fault[kFaults];
 };
 

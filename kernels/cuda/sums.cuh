@@ -26,23 +26,25 @@ struct Ahead {
   ulonglong2 words[2];
 };
 
-/// Ranks of a set in ascending order.
+/// Ranks of a set in ascending order, 32 at a time: there are seldom more.
 struct RankWalk {
-  uint64_t low, high;
-  __device__ explicit RankWalk(const RankSet& set) : low(set.word[0]), high(set.word[1]) {}
-  __device__ bool more() const { return (low | high) != 0; }
-  __device__ uint32_t next() {
-    const bool upper = low == 0;
-    uint64_t& word = upper ? high : low;
-    const uint32_t r = __ffsll(static_cast<long long>(word)) - 1 + (upper ? 64 : 0);
-    word &= word - 1;
+  const uint32_t* word;
+  uint32_t words, at, left;
+  __device__ RankWalk(const RankSet& set, uint32_t ranks)
+      : word(reinterpret_cast<const uint32_t*>(&set)), words((ranks + 31) / 32), at(0), left(word[0]) {}
+  __device__ bool more() {
+    while (left == 0 && at + 1 < words) left = word[++at];
+    return left != 0;
+  }
+  __device__ uint32_t next() {  // after more()
+    const uint32_t r = at * 32 + __ffs(static_cast<int>(left)) - 1;
+    left &= left - 1;
     return r;
   }
 };
 
 /// Asks for the lines of a token's first two ranks. `mine`: this group of eight has a line at `offset`.
-__device__ inline void ask(const Peer* peers, const RankSet& set, uint64_t offset, bool mine, Ahead& ahead) {
-  RankWalk walk(set);
+__device__ inline void ask(const Peer* peers, RankWalk walk, uint64_t offset, bool mine, Ahead& ahead) {
   for (auto& words : ahead.words) {
     words = {0, 0};
     if (!walk.more()) continue;
@@ -65,11 +67,10 @@ __device__ inline void add_values(const ulonglong2& words, float (&sum)[8]) {
 /// groups of eight have a line each where `mine`. Eight values a thread, of which four are padding in the last thread
 /// of a line. `stop(rank, found, missing)` is asked by the whole warp while a line is missing. False: stopped.
 template <class Stop>
-__device__ bool sum_lines(const Peer* peers, const RankSet& set, uint64_t offset, bool mine, Ahead& ahead,
-                          float (&sum)[8], Stop stop) {
+__device__ bool sum_lines(const Peer* peers, RankWalk walk, uint64_t offset, bool mine, Ahead& ahead, float (&sum)[8],
+                          Stop stop) {
   const uint32_t part = threadIdx.x % kLineLanes;
   for (float& v : sum) v = 0.0F;
-  RankWalk walk(set);
 #pragma unroll 1
   for (bool asked = true; walk.more(); asked = false) {
     const uint32_t first = walk.next();
@@ -144,18 +145,17 @@ __device__ inline double inverse_root(double x) {
   return y * (1.5 - 0.5 * x * y * y);
 }
 
-/// Four values times rstd and gamma. An rstd that FP32 holds well is multiplied there.
-__device__ inline uint64_t scale_4(uint64_t bits, uint64_t gamma, double rstd) {
-  const bool plain = rstd > 1e-30 && rstd < 1e30;
-  const auto r = static_cast<float>(rstd);
-  float value[4];
+/// Four values times rstd and gamma.
+__device__ inline uint64_t scale_4(uint64_t bits, uint64_t gamma, float rstd) {
+  uint32_t pair[2];
 #pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) {
-    const float v = bf16_to_float(static_cast<uint16_t>(bits >> (16 * i)));
-    const float g = bf16_to_float(static_cast<uint16_t>(gamma >> (16 * i)));
-    value[i] = plain ? v * r * g : static_cast<float>(static_cast<double>(v) * rstd * static_cast<double>(g));
+  for (uint32_t i = 0; i < 2; ++i) {
+    const auto v = static_cast<uint32_t>(bits >> (32 * i));
+    const auto g = static_cast<uint32_t>(gamma >> (32 * i));
+    pair[i] = bf16_pair(float_of(v << 16) * rstd * float_of(g << 16),
+                        float_of(v & 0xFFFF0000U) * rstd * float_of(g & 0xFFFF0000U));
   }
-  return bf16_pair(value[0], value[1]) | uint64_t{bf16_pair(value[2], value[3])} << 32;
+  return pair[0] | uint64_t{pair[1]} << 32;
 }
 
 /// Stores 16 bytes of out. What it returns is known, where `settle` is set, when they are in the L2, where every
@@ -167,10 +167,31 @@ __device__ inline uint32_t put_16(uint16_t* at, const ulonglong2& words, bool se
   return 0;
 }
 
+inline constexpr uint64_t kOnes = 0x3F803F803F803F80ULL;  ///< four times 1 in BF16
+
+/// put_row where FP32 does not hold rstd well; rare.
+static __device__ __noinline__ uint32_t put_row_slowly(const uint16_t* row, uint16_t* out, uint32_t columns,
+                                                       const SumCall& call, double rstd) {
+  uint32_t before = 0;
+#pragma unroll 1
+  for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) {
+    uint32_t pair[4];
+    for (uint32_t i = 0; i < 8; ++i) {
+      const double v = bf16_to_float(row[p * 8 + i]);
+      const double g = call.gamma != nullptr ? bf16_to_float(call.gamma[p * 8 + i]) : 1.0F;
+      const uint32_t bits = bf16_pair(static_cast<float>(v * rstd * g), 0.0F) & 0xFFFFU;
+      pair[i / 2] = i % 2 == 0 ? bits : pair[i / 2] | bits << 16;
+    }
+    before |= put_16(out + p * 8, {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32}, call.settle);
+  }
+  return before;
+}
+
 /// Writes one token's row: `row`, L BF16 values in shared memory, times rstd and gamma where `norm` is set.
 __device__ inline uint32_t put_row(const uint16_t* row, uint16_t* out, uint32_t columns, const SumCall& call, bool norm,
                                    double rstd) {
-  constexpr uint64_t kOnes = 0x3F803F803F803F80ULL;
+  if (norm && !(rstd > 1e-30 && rstd < 1e30)) return put_row_slowly(row, out, columns, call, rstd);
+  const auto r = static_cast<float>(rstd);
   uint32_t before = 0;
 #pragma unroll 2
   for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) {
@@ -178,16 +199,16 @@ __device__ inline uint32_t put_row(const uint16_t* row, uint16_t* out, uint32_t 
     if (norm) {
       ulonglong2 gamma = {kOnes, kOnes};
       if (call.gamma != nullptr) gamma = *reinterpret_cast<const ulonglong2*>(call.gamma + p * 8);
-      words = {scale_4(words.x, gamma.x, rstd), scale_4(words.y, gamma.y, rstd)};
+      words = {scale_4(words.x, gamma.x, r), scale_4(words.y, gamma.y, r)};
     }
     before |= put_16(out + p * 8, words, call.settle);
   }
   return before;
 }
 
-/// Tokens first, first + step, ... below `end`, by a team. set(i): the ranks whose partials the i-th has; the same for
-/// all threads. rows: room for two rows of L BF16 values in shared memory.
-/// stop(token, rank, found, missing): as in sum_lines; what has stopped leaves rubbish in its out.
+/// Tokens first, first + step, ... below `end`, by a team. set(i): a reference to the ranks whose partials the i-th
+/// has, which holds until the next one; the same for all threads. rows: room for two rows of L BF16 values in shared
+/// memory. stop(token, rank, found, missing): as in sum_lines; what has stopped leaves rubbish in its out.
 template <class Z, class Set, class Stop>
 __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane, uint32_t first, uint32_t step,
                                uint32_t end, const SumCall& call, uint16_t* out, uint16_t* rows, SumShared& shared,
@@ -200,7 +221,7 @@ __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane,
   const uint32_t part = threadIdx.x % kLineLanes;
   const auto offset = [&](uint32_t token, uint32_t l) { return Z::partial_at(w, lane, token) + l * kLineBytes; };
   Ahead ahead;
-  ask(peers, set(0), offset(first, group), group < lines, ahead);
+  ask(peers, RankWalk(set(0), w.ranks), offset(first, group), group < lines, ahead);
   double squares = 0.0;
   uint32_t turn = 0;
   uint32_t token = first;
@@ -209,7 +230,7 @@ __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane,
     const uint32_t l = base + group;
     float sum[8];
     const bool good =
-        sum_lines(peers, set(turn), offset(token, l), l < lines, ahead, sum,
+        sum_lines(peers, RankWalk(set(turn), w.ranks), offset(token, l), l < lines, ahead, sum,
                   [&](uint32_t r, uint64_t found, bool missing) { return stop(token, r, found, missing); });
     uint16_t* const row = rows + turn % 2 * n;
     const uint32_t column = l * kLineValues + part * 8;
@@ -229,7 +250,8 @@ __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane,
     const uint32_t next = whole ? token + step : token;
     const uint32_t next_base = whole ? 0 : base;
     if (next < end)
-      ask(peers, set(whole ? turn + 1 : turn), offset(next, next_base + group), next_base + group < lines, ahead);
+      ask(peers, RankWalk(set(whole ? turn + 1 : turn), w.ranks), offset(next, next_base + group),
+          next_base + group < lines, ahead);
     if (!whole) continue;
     const double total = sum_squares(squares, shared, turn);
     const bool norm = call.norm && total != 0.0;
