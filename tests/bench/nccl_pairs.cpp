@@ -85,7 +85,9 @@ class Rank {
         (wanted + NCCL_WIN_REQUIRED_ALIGNMENT - 1) / NCCL_WIN_REQUIRED_ALIGNMENT * NCCL_WIN_REQUIRED_ALIGNMENT;
     for (void** buffer : plain_.all()) check(cudaMalloc(buffer, bytes), "cudaMalloc");
     for (void** buffer : symmetric_.all()) nccl_.check(nccl_.ncclMemAlloc(buffer, bytes), "ncclMemAlloc");
-    if (bench.options.load) load_ = or_fail([rank] { return std::make_unique<Load>(rank); });
+    // Smaller blocks than chain_bench's: beside those NCCL has no end, probably for want of room on any multiprocessor
+    // (tests/bench/RESULTS.md).
+    if (bench.options.load) load_ = or_fail([rank] { return std::make_unique<Load>(rank, LoadBlock{256, 0}); });
     bench.step.arrive_and_wait();
     for (void** buffer : symmetric_.all()) {
       ncclWindow_t window = nullptr;

@@ -108,6 +108,7 @@ class Planner {
     for (size_t r = 0; r < pass.rows.size(); ++r)
       std::memcpy(&gathered[r * w.row_stride], pass.rows[r].data(), pass.rows[r].size() * sizeof(int32_t));
     state_ = {};
+    state_.working = 1;
     state_.sources = static_cast<uint32_t>(sources.size());
     state_.rows = static_cast<uint32_t>(pass.rows.size());
     copies_.to_gpu(w.source, sources.data(), sources.size() * sizeof sources[0]);
