@@ -73,8 +73,10 @@ class CudaBackend final : public Backend {
     constexpr uint32_t on = 1;
     gone = side_->to_gpu(world_.world().disarm, &on, sizeof on) && gone;
     gone = side_->word(world_.world().doorbell, static_cast<uint32_t>(host_load(world_.board().rung)) + 1) && gone;
-    if (gone) static_cast<void>(serve_.settle(kLetGo));
-    links_->clear();
+    if (gone && serve_.settle(kLetGo))
+      links_->clear();
+    else
+      static_cast<void>(links_.release());  // what may still be running touches segments: they end with the process
   }
 
   Status make_segment(int rank, Handle& out) override {

@@ -282,13 +282,14 @@ bool Lane::in_flight() {
 
 /// Keeps passes queued while calls come; an idle lane's pass waits for the bell by a stream memory operation.
 void Lane::pump() {
+  if (shop_.health.lost()) return;
   if (const uint64_t done = host_load(host().done); done != noticed_) {
     noticed_ = done;
     used_at_ = now_ns();
   }
   if (running_ || now_ns() < used_at_ + kUsed) {
     shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
-  } else if (shop_.options.park && !shop_.health.lost()) {
+  } else if (shop_.options.park) {
     if (!pass_.settled()) {
       shop_.health.good(pass_.mark(), "marker of a lane");
       return;

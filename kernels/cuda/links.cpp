@@ -35,9 +35,13 @@ void Links::clear() {
 /// The picture first, then the word that says that it is the present one, then nothing until both are there.
 bool Links::write(uint32_t slot, const std::vector<Link>& links) {
   Picture picture{};
+  // A call that has ended may still be looked after at a rank that is gone by now: it finds a segment there, this
+  // rank's.
+  const std::shared_ptr<Segment>& own = links[world_.world().rank].mine;
   for (size_t r = 0; r < links.size(); ++r) {
     DeviceLink& link = picture.link[r];
-    if (links[r].mine) link.mine = links[r].mine->memory.as<std::byte>();
+    if (const std::shared_ptr<Segment>& mine = links[r].mine ? links[r].mine : own)
+      link.mine = mine->memory.as<std::byte>();
     if (links[r].theirs) link.theirs = links[r].theirs->memory.as<std::byte>();
     if (links[r].bell) link.bell = &links[r].bell->memory.as<Doorbell>()->wake;
     link.session = links[r].session;
