@@ -13,6 +13,9 @@ namespace {
 
 constexpr uint64_t kGranule = 2 << 20;  ///< of GPU memory
 constexpr uint32_t kFollowers = 64;     ///< blocks of a loop that do not lead
+/// Call lines beyond which calls go the long way: a serve loop that closes has room to tell of so many sources, and
+/// would wait for ever with one more.
+constexpr uint64_t kMostWatches = 64;
 constexpr uint32_t kMarks = 128 * kWatched;
 
 constexpr uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
@@ -53,7 +56,9 @@ World constants(const BackendOptions& o) {
   w.call_delay_ns = uint64_t{o.drills.call_delay_us} * 1000;
   w.delay_for_ns = uint64_t{o.drills.for_ms} * 1'000'000;
   w.model_layers = static_cast<uint32_t>(o.weights.layers.size());
-  w.long_way = w.experts_delay_ns + w.send_delay_ns + w.call_delay_ns != 0 || o.tuning.long_way ? 1 : 0;
+  const bool drills = w.experts_delay_ns + w.send_delay_ns + w.call_delay_ns != 0;
+  const bool many = uint64_t{w.ranks} * w.layout.lanes_all > kMostWatches;
+  w.long_way = drills || many || o.tuning.long_way ? 1 : 0;
   w.settle = o.tuning.unsettled ? kSettleNone : o.tuning.fence ? kSettleFence : kSettleTouch;
   return w;
 }
