@@ -74,7 +74,7 @@ struct BackendOptions {
   /// Variants to measure, none of them for service: see docs/performance.md.
   struct Tuning {
     uint32_t call_blocks = 0, serve_blocks = 0;  ///< of a loop; 0: from the GPU's multiprocessors and the lanes
-    bool fence = false;                          ///< out is made visible by a fence, not by touching it
+    bool fence = false;                          ///< out is made visible by a fence, not stored by exchanges
     bool unsettled = false;                      ///< out is not waited for at all: unsafe
     bool long_way = false;                       ///< every call through the kernels behind the loops
   } tuning{};

@@ -23,8 +23,7 @@ cudaError_t Armed::fill_locked(uint64_t depth, uint64_t most) {
   cudaError_t e = cudaSuccess;
   for (uint64_t i = 0; i < most && ahead() < depth && e == cudaSuccess; ++i) {
     e = pass_(launched_ + 1);
-    launched_ +=
-        kLoopsPerPass;  // after an error, too: some of it may be queued, and what ends by itself is not settled
+    launched_ += kLoopsPerPass;  // after an error, too: a part of it may be queued
   }
   return e;
 }

@@ -63,7 +63,7 @@ __device__ bool routes_alone(const World& w, const CallBlock& b) {
   return b.ticket.valid * Z::top_k(w) <= kAlone;
 }
 
-/// Asked for where it is needed: what is known at once and never changes makes the compiler write everything twice.
+/// Whether this block takes the bell; the same for all of its threads.
 __device__ inline bool is_leading(const CallBlock& b) { return look(b.index) == 0; }
 
 /// The present call's number within its loop, from 1.
@@ -214,7 +214,7 @@ __device__ void sum_up(const World& w, uint32_t lane, CallBlock& b, const Room& 
   const bool real = layer_experts(w, t.layer) != nullptr;
   const SumCall call = {real ? w.layers[t.layer - w.shape.first_layer].norm : nullptr,
                         w.shape.reduce == Reduce::sum_rmsnorm && (t.flags & kFlagNoNorm) == 0,
-                        w.settle == kSettleTouch};
+                        w.settle == kSettleExchange};
   auto* const out = reinterpret_cast<uint16_t*>(b.arena + t.out);
   uint32_t before = sum_tokens<Z>(
       w, b.peer, lane, b.first, b.step, t.valid, call, out, reinterpret_cast<uint16_t*>(room.inputs), b.sums,

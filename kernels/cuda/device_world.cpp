@@ -16,7 +16,8 @@ constexpr uint32_t kFollowers = 64;     ///< blocks of a loop that do not lead
 /// Call lines beyond which calls go the long way: a serve loop that closes has room to tell of so many sources, and
 /// would wait for ever with one more.
 constexpr uint64_t kMostWatches = 64;
-constexpr uint32_t kMarks = 128 * kWatched;
+constexpr uint32_t kMostFollowers = 128;
+constexpr uint32_t kMarks = kMostFollowers * kWatched;  ///< those of more call lines than that are one each
 
 constexpr uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
 
@@ -59,7 +60,7 @@ World constants(const BackendOptions& o) {
   const bool drills = w.experts_delay_ns + w.send_delay_ns + w.call_delay_ns != 0;
   const bool many = uint64_t{w.ranks} * w.layout.lanes_all > kMostWatches;
   w.long_way = drills || many || o.tuning.long_way ? 1 : 0;
-  w.settle = o.tuning.unsettled ? kSettleNone : o.tuning.fence ? kSettleFence : kSettleTouch;
+  w.settle = o.tuning.unsettled ? kSettleNone : o.tuning.fence ? kSettleFence : kSettleExchange;
   return w;
 }
 
@@ -147,7 +148,7 @@ void DeviceWorld::share_multiprocessors(uint32_t count, const BackendOptions::Tu
   const uint32_t half = std::clamp(count / 2 - 1, 2U, kFollowers + 1);
   const uint32_t left = count > half + 1 ? count - half - 1 : 1;  // lane 0 has one
   const uint32_t each = std::clamp(left / std::max(1U, w.layout.lanes_all - 1), 1U, kFollowers + 1);
-  w.serve_blocks = tuning.serve_blocks != 0 ? std::clamp(tuning.serve_blocks, 2U, 129U) : half;
+  w.serve_blocks = tuning.serve_blocks != 0 ? std::clamp(tuning.serve_blocks, 2U, kMostFollowers + 1) : half;
   w.call_blocks = tuning.call_blocks != 0 ? tuning.call_blocks : each;
 }
 

@@ -108,7 +108,6 @@ struct GpuFacts {
   int cuda = 0;                ///< newest CUDA that the driver supports: 13000 is 13.0
   int major = 0, minor = 0;    ///< compute capability
   int multiprocessors = 0;
-  int kilohertz = 0;  ///< of their clock, at its highest
   uint64_t total_bytes = 0;
   uint64_t free_bytes = 0;      ///< beside this process's own context
   bool vmm = false;             ///< virtual memory management
