@@ -148,6 +148,7 @@ TEST(Rendezvous, ADeadRankIsNoticedAndItsSuccessorLinksAtOnce) {
     ASSERT_TRUE(run_until(io, [&] { return a.linked.contains(1) && c.linked.contains(1); })) << life;
     EXPECT_NE(a.linked[1].session, before);
   }
+  ASSERT_TRUE(run_until(io, [&] { return b->linked.size() == 2; }));  // there is something to close on this side, too
   b->rendezvous->close(0);  // our own decision: the other end notices, and both begin again
   b->linked.erase(0);
   EXPECT_TRUE(run_until(io, [&] { return a.handshakes == 8 && a.linked.contains(1) && b->linked.contains(0); }))
