@@ -20,15 +20,9 @@ using test::QuestionModel;
 constexpr uint32_t kRanks = 4, kSlow = 2;
 constexpr uint32_t kRoundsAfter = 20, kCallsAfter = 100;  // a burst keeps the cores it began with: many short ones
 constexpr int kAfterMs = 2'000;
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr uint32_t kDelayUs = 20'000;  // a sanitizer's pace is ten times slower, and with it what nobody delays
-constexpr uint32_t kCalls = 100;
-constexpr int kDrillMs = 25'000;
-#else
 constexpr uint32_t kDelayUs = 2'000;
 constexpr uint32_t kCalls = 200;
 constexpr int kDrillMs = 10'000;
-#endif
 
 struct Seen {
   double last;     ///< calls in which the slow rank came last
