@@ -23,7 +23,7 @@ constexpr uint32_t kRanks = 4;
 constexpr uint32_t kVictim = 2;
 constexpr int kCallsMeanwhile = 1000;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kKills = 15, kStops = 5;  // at a sanitizer's pace fifty take five minutes
+constexpr int kKills = 8, kStops = 2;  // at a sanitizer's pace fifty take five minutes
 #else
 constexpr int kKills = 50, kStops = 10;
 #endif
