@@ -27,9 +27,12 @@ using bench::Options;
 using bench::percentile;
 using bench::Rank;
 
+constexpr double kShares[] = {0.5, 0.95, 0.99, 0.999, 1.0};
+
 struct Row {
-  double mean = 0, p50 = 0, p99 = 0;  ///< us of a call: by the events, and of single calls; the slower rank's
-  double phase[3] = {};               ///< medians
+  double mean = 0;                           ///< us of a call by the events; the slower rank's, as all here
+  double quantile[std::size(kShares)] = {};  ///< of single calls
+  double phase[3] = {};                      ///< medians
 };
 
 int gpus(const Options& o) { return o.one_gpu ? 1 : kRanks; }
@@ -98,8 +101,8 @@ class Bench {
       for (const double m : mean[r]) us += m * options_.calls;
       const double each = us / sum;
       row.mean = std::max(row.mean, percentile(mean[r], 0.5));
-      row.p50 = std::max(row.p50, percentile(cycles[r], 0.5) * each);
-      row.p99 = std::max(row.p99, percentile(cycles[r], 0.99) * each);
+      for (size_t q = 0; q < std::size(kShares); ++q)
+        row.quantile[q] = std::max(row.quantile[q], percentile(cycles[r], kShares[q]) * each);
       for (int p = 0; p < 3 && !samples_[r].empty(); ++p) {
         std::vector<uint64_t> v;
         for (const CallRecord& s : samples_[r]) v.push_back(s.phase_ns[p]);
@@ -148,10 +151,11 @@ void print_table(const Options& o) {
       "\nchained calls: us a call, bell to done, the slower rank; median of %u chains of %u calls by events, then "
       "single calls and medians of the phases\n",
       o.series, o.calls);
-  std::printf("tokens   chain     p50     p99  dispatch    wait  reduce\n");
+  std::printf("tokens   chain     p50     p95     p99   p99.9     max  dispatch    wait  reduce\n");
   const auto print = [](const std::string& name, const Row& r) {
-    std::printf("%-7s %6.2f  %6.2f  %6.2f    %6.2f  %6.2f  %6.2f\n", name.c_str(), r.mean, r.p50, r.p99, r.phase[0],
-                r.phase[1], r.phase[2]);
+    std::printf("%-7s %6.2f", name.c_str(), r.mean);
+    for (const double q : r.quantile) std::printf("  %6.2f", q);
+    std::printf("    %6.2f  %6.2f  %6.2f\n", r.phase[0], r.phase[1], r.phase[2]);
     std::fflush(stdout);
   };
   for (const uint32_t t : o.tokens) print(std::to_string(t), bench.measure({t}));
