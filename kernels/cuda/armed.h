@@ -34,8 +34,8 @@ bool take_tagged(const Tagged<Record>& from, uint64_t number, size_t bytes, Reco
 /// From any thread.
 class Armed {
  public:
-  /// Queues one pass, whose first loop has this number.
-  using Pass = std::function<cudaError_t(uint64_t loop)>;
+  /// Queues one pass of so many loops, the first of which has this number.
+  using Pass = std::function<cudaError_t(uint64_t loop, uint32_t loops)>;
 
   Armed() = default;
   Armed(const Armed&) = delete;
@@ -47,17 +47,18 @@ class Armed {
   /// `begun`, `completed`: the board's words of this stream.
   void set_pass(Pass pass, const uint64_t& begun, uint64_t& completed);
 
-  /// Queues passes until `depth` are ahead, at most `most` of them now. Never waits.
-  cudaError_t fill(uint64_t depth, uint64_t most);
-  /// Queues passes behind a wait for *word >= value, cyclically: a stream memory operation costs the GPU nothing while
-  /// it waits. Several, because nobody queues more before the host has looked again.
-  CUresult park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t passes, cudaError_t& launched);
+  /// Queues passes of `loops` loops until `depth` loops are ahead. Never waits.
+  cudaError_t fill(uint64_t depth, uint32_t loops);
+  /// The same behind a wait for *word >= value, cyclically: a stream memory operation costs the GPU nothing while it
+  /// waits. Several, because nobody queues more before the host has looked again.
+  CUresult park(const Driver& driver, CUdeviceptr word, uint32_t value, uint64_t depth, uint32_t loops,
+                cudaError_t& launched);
   /// Has the GPU say when all that is queued by now has ended. Loops do not say it by themselves: they begin before
   /// those ahead have ended, and what says it stops the stream for a moment.
   cudaError_t mark();
 
-  /// Passes that have not begun, at least in part.
-  uint64_t ahead() const { return (launched_ - begun() + kLoopsPerPass - 1) / kLoopsPerPass; }
+  /// Loops that have not begun.
+  uint64_t ahead() const { return launched_ - begun(); }
   /// Loops that have begun, and that a marker has said to have ended.
   uint64_t begun() const { return host_load(*begun_); }
   uint64_t completed() const { return host_load(*completed_); }
@@ -65,7 +66,7 @@ class Armed {
   bool settled() const { return completed() == launched_; }
 
  private:
-  cudaError_t fill_locked(uint64_t depth, uint64_t most);
+  cudaError_t fill_locked(uint64_t depth, uint32_t loops);
 
   cudaStream_t stream_ = nullptr;
   Pass pass_;

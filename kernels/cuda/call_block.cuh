@@ -7,11 +7,14 @@
 namespace moed::cuda {
 
 inline constexpr uint32_t kLoopThreads = kTeam + 32;  // the last warp waits while the others work
+inline constexpr uint32_t kCallRegisters = 64;        // with kServeRegisters less than a quarter of an H200's in all
 inline constexpr uint32_t kInputs = 2;                // tokens whose x is under way or there
 inline constexpr uint32_t kLoopWords = kLoopTokens / 32;
 inline constexpr uint32_t kAlone = 64;       // slots that one warp routes while the others quantise
 inline constexpr uint32_t kManyBlocks = 16;  // of so many the leading one has no tokens of larger calls
 inline constexpr uint32_t kAllRouted = 255;
+inline constexpr uint32_t kGoBarrier = 2;  // behind it all warps know the call
+inline constexpr uint32_t kHit = 1, kOther = 2;
 
 /// A call as its leading block will tell of it. The return lines of its ranks may come after its end: nothing but their
 /// times is missing then.
@@ -35,6 +38,7 @@ struct CallBlock {
   uint64_t turn;         // the present ticket's number; 0: the loop ends
   uint32_t picture;      // that `peer` is from; ~0: none
   uint64_t next_count;   // that its sequences are of
+  uint64_t take_until;   // global_time until which the loop takes calls
   uint32_t stop;         // the data warps leave what they wait for
   uint32_t worked;       // the pass before has left a call to the kernels behind the loops
   uint32_t index;        // among the blocks that follow, from 1 in the order in which they have begun; 0: it leads
@@ -42,8 +46,14 @@ struct CallBlock {
   uint32_t routed;       // call of the loop << 8 | tokens whose routing is known, of this block; kAllRouted: of all
   uint32_t finished;     // call of the loop whose part of this block is done
   // The leading block's:
+  uint64_t count;    // the lane's calls so far
+  uint32_t arrived;  // what LaneState::arrived is when all have summed up the present call
   uint32_t bell, last_bell, ahead_bell;
   uint32_t repeats;  // the last bell was the one before
+  uint32_t likely;   // the bell of the call that is likely to come, whose ticket is here; 0: none
+  uint32_t all;      // all blocks have begun
+  uint32_t rung;     // a data warp has seen the bell of the likely call
+  uint32_t known;    // what has come is known: kHit: the likely call, else something else
   uint32_t refused;  // not for the loop; known before the barrier behind which the call begins
   uint32_t bad;      // an id is out of range, or its rank not ready
   uint32_t cleared;  // call of the loop whose bell has been cleared
@@ -88,7 +98,7 @@ __device__ inline uint32_t busy_followers(const CallBlock& b) {
 
 /// Where everything of the dynamic shared memory lies.
 struct Room {
-  uint8_t* records;  // routing of tokens: ids, weights, ranks
+  uint8_t* records;  // routing of tokens: ids, weights (not the leading block's), ranks
   uint8_t* raw;      // the leading block: ids and weights as the engine has them
   uint8_t* rows;     // two row records
   uint8_t* inputs;   // x of kInputs tokens; later two rows of the sum
@@ -157,22 +167,24 @@ __device__ TokenInput input_of(const World& w, const CallBlock& b, uint32_t t) {
   return {b.arena + ticket.x + uint64_t{t} * n, b.arena + ticket.scales + uint64_t{t} * (n / kBlock)};
 }
 
-/// Starts copying x of this block's first tokens; one group of copies each, with tokens or without.
+/// Starts copying x of this block's first tokens, the very first one's unless it is under way; one group of copies
+/// each, with tokens or without.
 template <class Z>
-__device__ void fetch_first(const World& w, const CallBlock& b, const Room& room) {
-  uint32_t t = b.first;
+__device__ void fetch_first(const World& w, const CallBlock& b, const Room& room, bool started) {
+  uint32_t t = b.first + (started ? b.step : 0);
 #pragma unroll 1
-  for (uint32_t i = 0; i < kInputs; ++i, t += b.step) {
+  for (uint32_t i = started ? 1 : 0; i < kInputs; ++i, t += b.step) {
     if (t < b.ticket.valid) fetch_input<Z>(w, input_of<Z>(w, b, t), room.inputs + i * (Z::latent(w) * 2));
     commit_copies();
   }
 }
 
 /// Dispatches this block's tokens; routing: of the first one, the others' `each` bytes apart. await_routing(i) is
-/// called when the i-th token is quantised; false: nothing more is sent.
-template <class Z, class Await>
+/// called when the i-th token is quantised; false: nothing more is sent. put_header(token, routing, row): ids and
+/// weights into a row.
+template <class Z, class Await, class PutHeader>
 __device__ bool dispatch_tokens(const World& w, uint32_t lane, const CallBlock& b, const Room& room, uint8_t* routing,
-                                uint32_t each, Await await_routing) {
+                                uint32_t each, Await await_routing, PutHeader put_header) {
   uint32_t i = 0;
 #pragma unroll 1
   for (uint32_t t = b.first; t < b.ticket.valid; t += b.step, ++i, routing += each) {
@@ -180,11 +192,10 @@ __device__ bool dispatch_tokens(const World& w, uint32_t lane, const CallBlock& 
     uint8_t* const slot = room.inputs + i % kInputs * (Z::latent(w) * 2);
     const TokenInput in = input_of<Z>(w, b, t);
     wait_copies<kInputs - 1>();
-    sync_team();
+    if (in.scales != nullptr) sync_team();  // else every thread has copied itself what it reads
     make_codes<Z>(w, in, slot, row);
     if (!await_routing(i)) return false;
-    if (team_thread() < Z::top_k(w))  // ids and weights
-      reinterpret_cast<uint64_t*>(row)[team_thread()] = reinterpret_cast<const uint64_t*>(routing)[team_thread()];
+    put_header(t, routing, row);
     sync_team();
     const uint32_t later = t + kInputs * b.step;
     if (later < b.ticket.valid) fetch_input<Z>(w, input_of<Z>(w, b, later), slot);
@@ -207,23 +218,24 @@ __device__ __noinline__ uint32_t zero_padding(const World& w, const CallBlock& b
   return before;
 }
 
-/// Sums up this block's tokens and writes out, padding as zeros. Nothing is left under way when it returns.
+/// Sums up this block's tokens and writes out, padding as zeros. Nothing of this thread's is under way when it returns.
 template <class Z>
 __device__ void sum_up(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint8_t* routing, uint32_t each) {
   const CallTicket& t = b.ticket;
-  const bool real = layer_experts(w, t.layer) != nullptr;
-  const SumCall call = {real ? w.layers[t.layer - w.shape.first_layer].norm : nullptr,
-                        w.shape.reduce == Reduce::sum_rmsnorm && (t.flags & kFlagNoNorm) == 0,
-                        w.settle == kSettleExchange};
-  auto* const out = reinterpret_cast<uint16_t*>(b.arena + t.out);
+  const bool settle = w.settle == kSettleExchange;
   uint32_t before = sum_tokens<Z>(
-      w, b.peer, lane, b.first, b.step, t.valid, call, out, reinterpret_cast<uint16_t*>(room.inputs), b.sums,
+      w, b.peer, lane, b.first, b.step, t.valid, reinterpret_cast<uint16_t*>(room.inputs), b.sums,
       [&](uint32_t i) -> const RankSet& { return ranks_of<Z>(w, routing + i * each); },
+      [&](uint32_t token) -> SumCall {
+        const bool real = layer_experts(w, t.layer) != nullptr;
+        return {real ? w.layers[t.layer - w.shape.first_layer].norm : nullptr,
+                reinterpret_cast<uint16_t*>(b.arena + t.out) + uint64_t{token} * Z::latent(w),
+                w.shape.reduce == Reduce::sum_rmsnorm && (t.flags & kFlagNoNorm) == 0, settle};
+      },
       [&](uint32_t, uint32_t, uint64_t, bool) { return stopped(b); });
-  if (t.valid < t.tokens) before |= zero_padding<Z>(w, b, call.settle);
+  if (t.valid < t.tokens) before |= zero_padding<Z>(w, b, settle);
   if (w.settle == kSettleFence) fence_gpu();
   if (before == 0x12345678U) show(b.stop, look(b.stop));  // so that what was there before is waited for
-  sync_team();
 }
 
 /// A rank of one slot of a token: into the token's ranks.
@@ -307,7 +319,8 @@ __device__ inline uint64_t read_ticket(const std::byte* line, CallBlock& b, bool
 }
 
 /// The last warp, while the others work: they stop when the leading block has gone on, or when it is too late.
-__device__ inline void watch_leader(const std::byte* line, CallBlock& b, uint32_t call, uint64_t until) {
+__device__ inline void watch_leader(const std::byte* line, CallBlock& b, uint32_t call) {
+  const uint64_t until = b.take_until + kStayNs;
   while (__any_sync(0xFFFFFFFFU, look(b.finished) != call) != 0) {
     if (read_ticket(line, b, false) == 0 && !is_late(until)) continue;
     if (warp_lane() == 0) show(b.stop, 1U);
@@ -316,7 +329,8 @@ __device__ inline void watch_leader(const std::byte* line, CallBlock& b, uint32_
 
 /// A following block waits for the next ticket; b.turn = 0: the loop ends. The last warp.
 template <class Z>
-__device__ void await_ticket(const World& w, const std::byte* line, CallBlock& b, uint64_t until) {
+__device__ void await_ticket(const World& w, const std::byte* line, CallBlock& b) {
+  const uint64_t until = b.take_until + kStayNs;
   const uint64_t loop = b.turn >> kTurnBits;
   uint64_t found = 0;
   while (found == 0 && !is_late(until)) found = read_ticket(line, b, true);

@@ -27,6 +27,14 @@ __device__ inline int64_t raw_id(const CallBlock& b, const Room& room, uint32_t 
   return (b.ticket.flags & kFlagIds64) != 0 ? reinterpret_cast<const int64_t*>(room.raw)[i]
                                             : int64_t{reinterpret_cast<const int32_t*>(room.raw)[i]};
 }
+/// The same as an expert: kNoExpert for an empty slot; what is out of range stays so.
+inline constexpr uint32_t kNoExpert = 0xFFFFFFFF;
+__device__ inline uint32_t raw_expert(const CallBlock& b, const Room& room, uint32_t i) {
+  if ((b.ticket.flags & kFlagIds64) == 0) return reinterpret_cast<const uint32_t*>(room.raw)[i];
+  const uint2 id = reinterpret_cast<const uint2*>(room.raw)[i];
+  if (id.y == 0) return min(id.x, 0x7FFFFFFFU);
+  return (id.x & id.y) == kNoExpert ? kNoExpert : 0x7FFFFFFFU;
+}
 template <class Z>
 __device__ float raw_weight(const World& w, const CallBlock& b, const Room& room, uint32_t i) {
   const uint8_t* const weights = raw_weights(room, raw_bytes<Z>(w, b));
@@ -113,11 +121,11 @@ static __device__ __noinline__ void tell(const World& w, uint32_t lane, Told& t)
   __syncwarp();
 }
 
-/// The last warp waits until every block has summed up: `arrived` is at `expected`. A sum has all its partials, so
+/// The last warp waits until every block has summed up: `arrived` is at b.arrived. A sum has all its partials, so
 /// nobody waits for return lines; they say how long the ranks took, or that one does not serve the call. False: the
 /// kernels behind the loop have to go on.
-__device__ inline bool await_sums(const World& w, LaneState& s, uint32_t lane, CallBlock& b, Told& t, uint32_t expected,
-                                  uint64_t until) {
+__device__ inline bool await_sums(const World& w, LaneState& s, uint32_t lane, CallBlock& b, Told& t, uint64_t until) {
+  const uint32_t expected = b.arrived;
   const uint32_t call = look(b.routed) >> 8;
   const uint32_t part = warp_lane();
   const uint32_t* const word = part == 0 ? &s.arrived : part == 1 ? w.disarm : part == 2 ? &s.disarm : w.present;
@@ -148,7 +156,7 @@ __device__ inline void end_call(const CallBlock& b, Told& t) {
   if (look(b.verdict) == 0) store_u32(&b.mailbox->done, 1);
   t.done = global_time();
   t.open = 1;
-  const uint64_t sent = t.sent != 0 ? t.sent : t.seen;
+  const uint64_t sent = max(t.sent, t.seen);
   CallRecord& r = t.record;
   r.number = b.now.number;
   r.count = t.count;

@@ -5,7 +5,7 @@
 //
 // Blocks speak through lines in GPU memory alone, and nobody waits for a block that has not begun: a loop whose other
 // blocks never come hands its call over like any other that takes too long.
-#include "kernels/cuda/call_lead.cuh"
+#include "kernels/cuda/call_bell.cuh"
 #include "kernels/cuda/passes.h"
 
 namespace moed::cuda {
@@ -25,125 +25,60 @@ __device__ void clear(const World& w, CallBlock& b, Told& told, const Room& room
     reinterpret_cast<uint32_t*>(&told.record)[i] = i == offsetof(CallRecord, last) / 4 ? kNoRank : 0;
 }
 
-/// The routing of the call, by the leading block's last warp.
+/// A token's ids and weights into its row. The leading block has them as the engine has, the others in their routing.
 template <class Z>
-__device__ void route_alone(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call) {
-  fetch_routing<Z>(w, b, room, warp_lane(), 32);
-  wait_copies<0>();
-  __syncwarp();
-  route<Z>(w, b, room, warp_lane(), 32);
-  __syncwarp();
-  __threadfence_block();
-  if (warp_lane() == 0) show(b.routed, call << 8 | kAllRouted);
-  if (b.bad == 0) announce(w, lane, b, warp_lane(), 32);
+__device__ void put_header(const World& w, const CallBlock& b, const Room& room, uint32_t token, const uint8_t* routing,
+                           uint8_t* row) {
+  const uint32_t slot = team_thread();
+  if (slot >= Z::top_k(w)) return;
+  const uint32_t i = token * Z::top_k(w) + slot;
+  if (is_leading(b))
+    put_slot<Z>(w, row, slot, raw_id(b, room, i), raw_weight<Z>(w, b, room, i));
+  else
+    reinterpret_cast<uint64_t*>(row)[slot] = reinterpret_cast<const uint64_t*>(routing)[slot];
 }
 
-/// The same by all the others.
-template <class Z>
-__device__ void route_together(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call) {
-  fetch_routing<Z>(w, b, room, threadIdx.x, kTeam);
-  wait_copies<0>();
-  sync_team();
-  route<Z>(w, b, room, threadIdx.x, kTeam);
-  sync_team();
-  if (b.bad == 0) announce(w, lane, b, threadIdx.x, kTeam);
-  if (threadIdx.x != 0) return;
-  show(b.told[call % 2].sent, global_time());
-  show(b.routed, call << 8 | kAllRouted);
-}
-
-/// The end of a call that the leading block has summed up alone, unless the last warp has given it up. One thread.
-__device__ void end_alone(CallBlock& b, uint32_t call) {
-  while (look(b.cleared) != call) continue;
-  if (look(b.stop) == 0 && atomicCAS(&b.verdict, 0U, 1U) == 0) store_u32(&b.mailbox->done, 1);
-}
-
-/// The data warps of any block: one call.
-template <class Z>
-__device__ void do_tokens(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call) {
+/// This block's tokens have been summed up. Where nobody else has any, the call has ended, unless the last warp has
+/// given it up.
+__device__ void end_tokens(const World& w, uint32_t lane, CallBlock& b, uint32_t call) {
   const bool leads = is_leading(b);
-  if (leads && !routes_alone<Z>(w, b)) route_together<Z>(w, lane, b, room, call);
+  const bool alone = leads && threadIdx.x == 0 && busy_followers(b) == 0;
+  uint32_t* const done = alone ? &b.mailbox->done : nullptr;
+  while (alone && look(b.cleared) != call) continue;
+  sync_team();
+  if (done != nullptr && atomicCAS(&b.verdict, 0U, 1U) == 0) store_u32(done, 1);
+  if (!leads && threadIdx.x == 0 && look(b.stop) == 0) add_u32(&w.lane[lane].arrived, 1);
+}
+
+/// The data warps of any block: one call. `started`: as next_call says.
+template <class Z>
+__device__ void do_tokens(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call, bool started) {
+  const bool leads = is_leading(b);
+  const bool alone = routes_alone<Z>(w, b);
+  if (leads && !alone) route_together<Z>(w, lane, b, room, call, started);
   if (b.first < b.ticket.tokens) {
     // The leading block has the routing of all tokens; the others of theirs.
     const uint32_t stride = Z::routing_bytes(w);
     const uint32_t each = (leads ? b.step : 1) * stride;
-    fetch_first<Z>(w, b, room);
-    const bool go = dispatch_tokens<Z>(w, lane, b, room, room.records, each, [&](uint32_t i) {
-      const uint32_t wanted = is_leading(b) ? kAllRouted : b.first >= b.ticket.valid ? 0 : i + 1;
-      while (look(b.routed) < (call << 8 | wanted) && wanted != 0) continue;
-      return !is_leading(b) || look(b.bad) == 0;
-    });
+    fetch_first<Z>(w, b, room, started && alone);
+    const bool go = dispatch_tokens<Z>(
+        w, lane, b, room, room.records, each,
+        [&](uint32_t i) {
+          const uint32_t wanted = is_leading(b) ? kAllRouted : b.first >= b.ticket.valid ? 0 : i + 1;
+          while (look(b.routed) < (call << 8 | wanted) && wanted != 0) continue;
+          return !is_leading(b) || look(b.bad) == 0;
+        },
+        [&](uint32_t token, const uint8_t* routing, uint8_t* row) { put_header<Z>(w, b, room, token, routing, row); });
     wait_copies<0>();
     sync_team();
     if (go) {
       if (is_leading(b) && threadIdx.x == 0) show(b.told[call % 2].sent, global_time());
       sum_up<Z>(w, lane, b, room, room.records, each);
-      if (is_leading(b) && threadIdx.x == 0 && busy_followers(b) == 0) end_alone(b, call);
-      if (!is_leading(b) && threadIdx.x == 0 && look(b.stop) == 0) add_u32(&w.lane[lane].arrived, 1);
+      end_tokens(w, lane, b, call);
     }
   }
+  wait_copies<0>();  // of a leading block without tokens: weights
   if (threadIdx.x == 0) show(b.finished, call);
-}
-
-/// Takes a call that was not guessed, or none. The last warp.
-template <class Z>
-__device__ __noinline__ void take_rung(const World& w, LaneState& s, uint32_t lane, CallBlock& b, const Rung& rung,
-                                       uint64_t count) {
-  const bool real = rung.bell != 0 && (rung.bell == kHostBell ? is_given(s) : rung.bell <= kMostRecords);
-  if (warp_lane() == 0) {
-    b.bell = rung.bell;
-    b.repeats = rung.bell == b.last_bell ? 1 : 0;
-    b.ticket.picture = rung.picture;
-    b.ticket.blocks = rung.blocks;
-    if (!real) b.turn = 0;
-  }
-  __syncwarp();
-  if (!real) return;
-  read_call(w, s, lane, b, rung.bell);
-  take_call(w, lane, b, b.turn, count);
-  if (warp_lane() == 0) share_tokens<Z>(w, b);
-}
-
-/// The leading block waits for a bell and takes its call; b.turn = 0: the loop ends. The last warp. What is likely to
-/// be rung for is at hand before: the call of the last bell, or of the one behind it, whichever it was last time.
-template <class Z>
-__device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBlock& b, uint64_t turn, uint64_t count,
-                           uint64_t until) {
-  if (b.picture != ~0U) load_peers(w, b, count);  // most likely those of the call that comes
-  Guess likely = b.repeats != 0 ? guess(b, b.now, b.last_bell, count) : guess(b, b.ahead, b.ahead_bell, count);
-  if (b.picture == ~0U) likely.bell = 0;
-  Told& told = b.told[turn % 2];
-  if (warp_lane() == 0) {
-    b.turn = turn;
-    b.refused = b.bad = b.stop = b.verdict = 0;
-    told.count = count;
-    told.sent = told.decided = told.done = 0;
-    told.slowest = told.failed = told.open = 0;
-  }
-  __syncwarp();
-  const ulonglong2 words = likely.bell != 0 ? put_guess<Z>(w, b, likely) : likely.words;
-  const Rung rung = await_bell(w, s, lane, b, b.told[(turn - 1) % 2], until);
-  if (warp_lane() == 0) told.seen = global_time();
-  if (rung.bell != 0 && rung.bell == likely.bell && rung.picture == b.picture && rung.blocks == gridDim.x) {
-    if (busy_followers(b) != 0 && warp_lane() < kLineLanes) store_line(ticket_line(w, lane), words, turn);
-    if (warp_lane() == 0) b.bell = rung.bell;
-  } else {
-    take_rung<Z>(w, s, lane, b, rung, count);
-  }
-  __syncwarp();
-}
-
-/// What is left to do with the bell when the other warps are at work. What was found in it, to be waited for later.
-__device__ __noinline__ uint32_t settle_bell(CallBlock& b) {
-  uint32_t rung = 0;
-  if (warp_lane() == 0) rung = exchange_u32(&b.mailbox->bell, 0);
-  if (b.bell == b.last_bell || b.bell != b.ahead_bell) return rung;
-  const uint32_t part = warp_lane();
-  if (part < sizeof(DeviceCall) / 16)
-    reinterpret_cast<ulonglong2*>(&b.now)[part] = reinterpret_cast<const ulonglong2*>(&b.ahead)[part];
-  if (part == 0) b.last_bell = b.bell;
-  __syncwarp();
-  return rung;
 }
 
 /// What only the leading block does before and after the calls of a loop. False: a call of an earlier pass goes on
@@ -161,21 +96,21 @@ __device__ bool begin_loop(const World& w, LaneState& s, uint32_t lane, CallBloc
 
 /// The others leave, and the next kernel may begin: it finds what it reads of this loop's where all look for it. What
 /// was handed over is more: for that, kernels wait until this one has ended.
-__device__ void end_loop(const World& w, LaneState& s, uint32_t lane, uint64_t turn, uint64_t count, bool handed) {
+__device__ void end_loop(const World& w, LaneState& s, uint32_t lane, uint64_t turn, const CallBlock& b, bool handed) {
   static_assert(offsetof(CallTicket, leave) % 16 == 0);
   __syncthreads();
   if (threadIdx.x < kLineLanes && gridDim.x != 1)
     store_line(ticket_line(w, lane), {threadIdx.x == offsetof(CallTicket, leave) / 16 ? 1ULL : 0ULL, 0}, turn);
   if (threadIdx.x != 0) return;
-  const uint64_t before = exchange_u64(&s.count, count);
+  if (handed) store_u64(&w.board->lane[lane].handed, turn >> kTurnBits);
+  const uint64_t before = exchange_u64(&s.count, b.count);
   const uint32_t worked = handed ? exchange_u32(&s.working, 1) : 0;
   if (before != ~0ULL && worked != ~0U) let_next_begin();
 }
 
 /// The last warp of the leading block, once the call is known: until it has ended. False: it has to be handed over.
 template <class Z>
-__device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, CallBlock& b, const Room& room,
-                                  uint32_t expected, uint64_t last) {
+__device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, CallBlock& b, const Room& room) {
   const uint32_t call = call_number(b);
   Told& told = b.told[call % 2];
   Told& before = b.told[(call + 1) % 2];
@@ -192,53 +127,68 @@ __device__ bool end_when_answered(const World& w, LaneState& s, uint32_t lane, C
   while (look(b.routed) >> 8 != call) continue;
   if (look(b.bad) != 0) return false;
   const RankSet needed = needed_ranks(w, b);
-  if (warp_lane() == 0) told.waiting = needed;
+  if (warp_lane() == 0) {
+    told.waiting = needed;
+    b.arrived += busy_followers(b);
+  }
   __syncwarp();
-  if (!await_sums(w, s, lane, b, told, expected, min(told.seen + b.now.timeout_ns, last))) return false;
+  if (!await_sums(w, s, lane, b, told, min(told.seen + b.now.timeout_ns, b.take_until + kStayNs))) return false;
   end_call(b, told);
   return true;
 }
 
 /// One call of a loop, once all warps know it. False: the leading block has to hand it over.
 template <class Z>
-__device__ bool do_call(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint32_t call, uint32_t expected,
-                        uint64_t last) {
+__device__ bool do_call(const World& w, uint32_t lane, CallBlock& b, const Room& room, bool started) {
   const bool leads = is_leading(b);
+  const uint32_t call = call_number(b);
   bool good = true;
   if (!is_control()) {
-    if (b.refused == 0) do_tokens<Z>(w, lane, b, room, call);
+    if (b.refused == 0) do_tokens<Z>(w, lane, b, room, call, started);
   } else if (leads) {
-    good = end_when_answered<Z>(w, w.lane[lane], lane, b, room, expected, last);
+    good = end_when_answered<Z>(w, w.lane[lane], lane, b, room);
   } else {
     route_own<Z>(w, b, room, call);
-    watch_leader(ticket_line(w, lane), b, call, last);
+    watch_leader(ticket_line(w, lane), b, call);
   }
   return __syncthreads_and(good ? 1 : 0) != 0;
+}
+
+/// Until all warps know the next call, or that the loop ends. True: what it needs first is under way (start_early).
+template <class Z>
+__device__ bool next_call(const World& w, LaneState& s, uint32_t lane, CallBlock& b, const Room& room, uint64_t turn) {
+  const bool leads = is_leading(b);
+  bool started = false;
+  if (leads) {
+    if (is_control())
+      expect_call<Z>(w, b, turn);
+    else
+      clear<Z>(w, b, b.told[turn % 2], room);
+    __syncthreads();
+    if (!is_control()) started = start_early<Z>(w, b, room);
+  }
+  if (leads && is_control()) {
+    await_call<Z>(w, s, lane, b, room, turn);
+    return false;
+  }
+  if (is_control()) await_ticket<Z>(w, ticket_line(w, lane), b);
+  sync_some(kGoBarrier, kLoopThreads);
+  if (!leads || look(b.known) == kHit) return started;
+  wait_copies<0>();  // of another call, before anything else is copied there
+  sync_some(kGoBarrier, kLoopThreads);
+  return false;
 }
 
 /// All calls of one loop, in one flow for the block that leads and for those that follow.
 template <class Z>
 __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlock& b, const Room& room) {
   LaneState& s = w.lane[lane];
-  const bool leads = is_leading(b);
-  const uint64_t began = global_time();
-  const uint64_t last = began + kTakeNs + kStayNs;
-  uint64_t turn = loop << kTurnBits;
-  uint64_t count = load_u64(&s.count);
-  uint32_t arrived = load_u32(&s.arrived);
-  bool open = !leads || begin_loop(w, s, lane, b);
+  bool open = !is_leading(b) || begin_loop(w, s, lane, b);
+  uint32_t call = 0;
 #pragma unroll 1
-  for (uint32_t call = 1; open; ++call) {
-    ++turn;
-    if (is_control()) {
-      if (is_leading(b))
-        await_call<Z>(w, s, lane, b, turn, count + 1, began + kTakeNs);
-      else
-        await_ticket<Z>(w, ticket_line(w, lane), b, last);
-    } else if (is_leading(b)) {
-      clear<Z>(w, b, b.told[call % 2], room);
-    }
-    __syncthreads();
+  while (open) {
+    ++call;
+    const bool started = next_call<Z>(w, s, lane, b, room, loop << kTurnBits | call);
     if (b.turn == 0) {  // the loop ends, or it was rung by a word that names no call
       if (!is_leading(b) || !is_control()) break;
       Told& before = b.told[(call + 1) % 2];
@@ -246,17 +196,23 @@ __device__ void serve_lane(const World& w, uint32_t lane, uint64_t loop, CallBlo
       if (b.bell != 0) settle_bell(b);
       break;
     }
-    arrived += busy_followers(b);
+    open = do_call<Z>(w, lane, b, room, started);
     const bool told = b.refused == 0;  // to the others, who may have sent rows
-    open = do_call<Z>(w, lane, b, room, call_number(b), arrived, last);
-    if (told) ++count;  // the leading block's is meant
+    if (told && threadIdx.x == kTeam) ++b.count;
     if (!open) hand_over<Z>(w, s, lane, b, told && b.bad == 0 ? Mode::again : Mode::start, room);
   }
-  if (leads) end_loop(w, s, lane, turn + 1, count, !open);
+  if (is_leading(b)) end_loop(w, s, lane, loop << kTurnBits | (call + 1), b, !open);
+}
+
+/// What the kernels before have left. One thread.
+__device__ void read_lane(const LaneState& s, CallBlock& b) {
+  b.count = load_u64(&s.count);
+  b.arrived = load_u32(&s.arrived);
+  b.take_until = global_time() + kTakeNs;
 }
 
 template <class Z>
-__global__ void __launch_bounds__(kLoopThreads, 4)
+__global__ void __maxnreg__(kCallRegisters)
     call_loop(const __grid_constant__ World w, uint32_t lane, uint64_t loop, bool first) {
   extern __shared__ __align__(16) uint8_t memory[];
   __shared__ Shared<CallBlock> shared;
@@ -270,8 +226,9 @@ __global__ void __launch_bounds__(kLoopThreads, 4)
     b.mailbox = reinterpret_cast<DeviceMailbox*>(load_u64(reinterpret_cast<const uint64_t*>(&s.mailbox)));
     b.picture = ~0U;
     b.finished = b.routed = b.cleared = b.refused = b.last_bell = b.ahead_bell = b.bell = 0;
-    b.told[0].open = b.told[1].open = b.repeats = 0;
+    b.told[0].open = b.told[1].open = b.repeats = b.all = 0;
     b.turn = loop << kTurnBits;
+    read_lane(s, b);
   }
   __syncthreads();
   if (b.worked != 0) {
@@ -280,6 +237,7 @@ __global__ void __launch_bounds__(kLoopThreads, 4)
       if (blockIdx.x == 0 && threadIdx.x == 0) begin_pass(w, lane, w.board->lane[lane].begun);
       return;
     }
+    if (threadIdx.x == 0) read_lane(s, b);
     if (blockIdx.x == 0 && threadIdx.x == 0) static_cast<void>(exchange_u32(&s.working, 0));
   }
   for (uint32_t i = 0; i < 2 && !is_control(); ++i) pad_row<Z>(w, room.rows + i * Z::row_stride(w));
@@ -310,10 +268,10 @@ cudaError_t add_call_loops(const World& w, LoopNeeds& needs) {
   });
 }
 
-void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream) {
+void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, uint32_t loops, cudaStream_t stream) {
   with_sizes(w.shape, [&]<class Z>(Z) {
     const Grid grid = {lane == 0 ? 1 : w.call_blocks, kLoopThreads, loop_bytes<Z>(w)};
-    for (uint32_t i = 0; i < kLoopsPerPass; ++i) launch(call_loop<Z>, grid, stream, w, lane, loop + i, i == 0);
+    for (uint32_t i = 0; i < loops; ++i) launch(call_loop<Z>, grid, stream, w, lane, loop + i, i == 0);
   });
 }
 

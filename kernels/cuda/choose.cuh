@@ -6,8 +6,9 @@
 
 namespace moed::cuda {
 
-inline constexpr uint32_t kMayMiss = 2;       ///< passes that a source may miss before nobody lingers for it
-inline constexpr uint32_t kMostSources = 64;  ///< of one pass, with rows or without: choosing takes its time, too
+inline constexpr uint64_t kNewerNs = 500'000;  ///< at most so long until a source's newer call is looked at
+inline constexpr uint32_t kMayMiss = 2;        ///< passes that a source may miss before nobody lingers for it
+inline constexpr uint32_t kMostSources = 64;   ///< of one pass, with rows or without: choosing takes its time, too
 inline constexpr uint32_t kCallWords = kMaxTokens / 32;
 
 __device__ inline bool is_due(const Watch& watch, uint64_t now) { return watch.pending != 0 && now >= watch.again; }
@@ -31,6 +32,7 @@ __device__ inline void look_at(const World& w, Looked& looked, uint64_t last_loo
       if (seen >> kSessionShift == link.session && seen != watch.pending && seen > watch.served) {
         watch.pending = seen;
         watch.since = last_look;
+        watch.again = min(watch.again, now + kNewerNs);
       }
     }
     if (is_due(watch, now)) looked.pending = 1;

@@ -13,9 +13,7 @@ namespace {
 
 constexpr uint64_t kGranule = 2 << 20;  ///< of GPU memory
 constexpr uint32_t kFollowers = 64;     ///< blocks of a loop that do not lead
-/// Call lines beyond which calls go the long way: a serve loop that closes has room to tell of so many sources, and
-/// would wait for ever with one more.
-constexpr uint64_t kMostWatches = 64;
+constexpr uint64_t kMostWatches = 512;  ///< call lines beyond which a look at all of them takes too long for a loop
 constexpr uint32_t kMostFollowers = 128;
 constexpr uint32_t kMarks = kMostFollowers * kWatched;  ///< those of more call lines than that are one each
 

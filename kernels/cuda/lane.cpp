@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "kernels/cuda/passes.h"
 
@@ -15,8 +16,11 @@ namespace {
 constexpr uint64_t kLow = 0xFFFFFFFF;
 constexpr Nanos kUsed = 2'000'000;  ///< after a stream call more are expected for so long
 constexpr Nanos kLongestLoop = 1'000'000;
-constexpr uint64_t kParked = 8;           ///< passes of a lane whose calls the host does not see come
-constexpr uint64_t kAhead = 3;            ///< passes queued while a call runs: each waits less than 1 ms
+constexpr uint64_t kParked = 32;          ///< loops of a lane whose calls the host does not see come
+constexpr uint64_t kAhead = 12;           ///< loops queued while a call runs: each waits less than 1 ms
+constexpr uint32_t kLoops = 32;           ///< of a pass; of a lane that the host rings for:
+constexpr uint32_t kHostLoops = 4;        ///< the GPU is left alone the sooner
+constexpr Nanos kUnusual = 50'000'000;    ///< a pass has one loop for so long after one has left a call behind
 constexpr Nanos kLetGo = 10'000'000'000;  ///< how long the GPU may take to end what is queued
 constexpr uint32_t kNudge = 0x20000000U;  ///< a bell that is no call: lets a parked pass through
 constexpr uint64_t kCopyPart = 1 << 20;   ///< a copy from or to the engine's memory keeps the thread busy
@@ -48,8 +52,9 @@ bool is_plain(const Shop& shop, const DeviceCall& call) {
 bool Lane::make(int priority) {
   if (!shop_.health.good(pass_.make(priority), "stream of a lane")) return false;
   const World& w = shop_.world.world();
-  pass_.set_pass([this, &w](uint64_t loop) { return launch_call_pass(w, number_, loop, pass_.stream()); }, host().begun,
-                 host().completed);
+  pass_.set_pass(
+      [this, &w](uint64_t loop, uint32_t loops) { return launch_call_pass(w, number_, loop, loops, pass_.stream()); },
+      host().begun, host().completed);
   return shop_.health.good(prepare_call_pass(w), "kernels of the call pass");
 }
 
@@ -178,7 +183,13 @@ Status Lane::add_record(uint32_t number, const Call& call, Nanos timeout, std::s
   record.timeout_ns = timeout;
   record.may_zero = 1;
   record.plain = is_plain(shop_, record) ? 1 : 0;
-  if (!shop_.side.to_gpu(calls() + number - 1, &record, sizeof record) || !shop_.side.settle()) {
+  // Without a number while it is half there, because a loop that runs may read it ahead.
+  DeviceCall* const place = calls() + number - 1;
+  const uint64_t none = 0;
+  const uint64_t named = std::exchange(record.number, none);
+  if (!shop_.side.to_gpu(&place->number, &none, sizeof none) || !shop_.side.settle() ||
+      !shop_.side.to_gpu(place, &record, sizeof record) || !shop_.side.settle() ||
+      !shop_.side.to_gpu(&place->number, &named, sizeof named) || !shop_.side.settle()) {
     why = shop_.health.text();
     return Status::device_lost;
   }
@@ -287,20 +298,26 @@ void Lane::pump() {
     noticed_ = done;
     used_at_ = now_ns();
   }
+  if (const uint64_t handed = host_load(host().handed); handed != handed_) {
+    handed_ = handed;
+    handed_at_ = now_ns();
+  }
+  const bool unusual = handed_at_ != 0 && now_ns() < handed_at_ + kUnusual;
+  const uint32_t loops = unusual ? 1 : kind_ == ArenaKind::gpu ? kLoops : kHostLoops;
   if (running_ || now_ns() < used_at_ + kUsed) {
-    shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
+    shop_.health.good(pass_.fill(kAhead, loops), "launch of the call pass");
   } else if (shop_.options.park) {
     if (!pass_.settled()) {
       shop_.health.good(pass_.mark(), "marker of a lane");
       return;
     }
     if (kind_ == ArenaKind::gpu && in_flight()) {
-      shop_.health.good(pass_.fill(kAhead, kAhead), "launch of the call pass");
+      shop_.health.good(pass_.fill(kAhead, loops), "launch of the call pass");
       return;
     }
     cudaError_t launched = cudaSuccess;
     const CUresult waits = pass_.park(shop_.driver, reinterpret_cast<CUdeviceptr>(&mailbox_.as<DeviceMailbox>()->bell),
-                                      1, kind_ == ArenaKind::gpu ? kParked : 1, launched);
+                                      1, kind_ == ArenaKind::gpu ? kParked : kHostLoops, loops, launched);
     shop_.health.good(waits, shop_.driver, "wait for a bell");
     shop_.health.good(launched, "launch of the call pass");
   }

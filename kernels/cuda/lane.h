@@ -76,6 +76,8 @@ class Lane {
   std::set<uint32_t> registered_;    ///< numbers of records, since the lane was opened
   uint64_t done_ = 0, noticed_ = 0;  ///< of the board: as it was polled last, and looked at last
   Nanos used_at_ = 0;                ///< when a stream call was seen to have ended
+  uint64_t handed_ = 0;              ///< of the board: the last loop that left a call to the kernels behind it
+  Nanos handed_at_ = 0;              ///< when that was seen
   uint64_t serial_ = 0;              ///< of calls begun on this lane, over all attaches
 };
 

@@ -64,8 +64,8 @@ cudaError_t prepare_serve_pass(const World& w) {
   return e != cudaSuccess ? e : prepare_serve_loop(w);
 }
 
-cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream) {
-  launch_call_loops(w, lane, loop, stream);
+cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, uint32_t loops, cudaStream_t stream) {
+  launch_call_loops(w, lane, loop, loops, stream);
   launch_routing(w, lane, stream);
   launch_admit(w, lane, stream);
   launch_dispatch(w, lane, stream);
@@ -75,8 +75,8 @@ cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, cudaS
   return take_launch_error();
 }
 
-cudaError_t launch_serve_pass(const World& w, uint64_t loop, cudaStream_t stream) {
-  launch_serve_loops(w, loop, stream);
+cudaError_t launch_serve_pass(const World& w, uint64_t loop, uint32_t loops, cudaStream_t stream) {
+  launch_serve_loops(w, loop, loops, stream);
   launch_gather(w, stream);
   launch_plan(w, stream);
   launch_experts(w, stream);

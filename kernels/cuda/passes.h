@@ -42,8 +42,8 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream
 }
 
 // Call pass of one lane.
-/// bell -> done, where nothing is unusual; `loop`: its number on this lane, from 1, and the first of kLoopsPerPass.
-void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream);
+/// bell -> done, where nothing is unusual; `loop`: its number on this lane, from 1, and the first of `loops`.
+void launch_call_loops(const World& w, uint32_t lane, uint64_t loop, uint32_t loops, cudaStream_t stream);
 void launch_routing(const World& w, uint32_t lane, cudaStream_t stream);   ///< private, checked ids and weights
 void launch_admit(const World& w, uint32_t lane, cudaStream_t stream);     ///< may it run; call lines of a piece
 void launch_dispatch(const World& w, uint32_t lane, cudaStream_t stream);  ///< rows of a piece
@@ -53,7 +53,7 @@ void launch_finish(const World& w, uint32_t lane, cudaStream_t stream);    ///< 
 
 // Serve pass.
 /// call lines -> return lines, or sources; `loop`: as above.
-void launch_serve_loops(const World& w, uint64_t loop, cudaStream_t stream);
+void launch_serve_loops(const World& w, uint64_t loop, uint32_t loops, cudaStream_t stream);
 void launch_gather(const World& w, cudaStream_t stream);   ///< rows -> private copies
 void launch_plan(const World& w, cudaStream_t stream);     ///< pairs by (layer, local expert)
 void launch_experts(const World& w, cudaStream_t stream);  ///< two products and the activation
@@ -63,9 +63,10 @@ void launch_returns(const World& w, cudaStream_t stream);  ///< return lines, re
 /// Once before the first pass.
 cudaError_t prepare_call_pass(const World& w);
 cudaError_t prepare_serve_pass(const World& w);
-/// Queues one pass, whose first loop is number `loop`.
-cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, cudaStream_t stream);
-cudaError_t launch_serve_pass(const World& w, uint64_t loop, cudaStream_t stream);
+/// Queues one pass of `loops` loops, the first of which is number `loop`: the kernels behind them run only so often,
+/// but a loop that leaves something to those kernels is followed by the others, which end at once.
+cudaError_t launch_call_pass(const World& w, uint32_t lane, uint64_t loop, uint32_t loops, cudaStream_t stream);
+cudaError_t launch_serve_pass(const World& w, uint64_t loop, uint32_t loops, cudaStream_t stream);
 /// Stores `value` to a word of the host when all that was queued before has ended.
 cudaError_t launch_marker(uint64_t* word, uint64_t value, cudaStream_t stream);
 

@@ -182,18 +182,21 @@ __global__ void __launch_bounds__(kTeam) reduce(const __grid_constant__ World w,
   const Call& c = s.now.call;
   const uint32_t n = w.shape.latent;
   const bool real = layer_experts(w, c.layer) != nullptr;
-  const SumCall call = {real ? w.layers[c.layer - w.shape.first_layer].norm : nullptr,
-                        w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0, false};
+  const uint16_t* const gamma = real ? w.layers[c.layer - w.shape.first_layer].norm : nullptr;
+  const bool norm = w.shape.reduce == Reduce::sum_rmsnorm && (c.flags & kFlagNoNorm) == 0;
   const uint64_t until = global_time() + kPartialsNs;
   auto* const out = reinterpret_cast<uint16_t*>(s.arena + c.out) + uint64_t{s.done} * n;
   sum_tokens<AnySizes>(
-      w, peer, lane, blockIdx.x, gridDim.x, s.tokens, call, out, rows, shared,
+      w, peer, lane, blockIdx.x, gridDim.x, s.tokens, rows, shared,
       [&](uint32_t i) {
         const uint32_t t = blockIdx.x + i * gridDim.x;
         RankSet set{};
         for (uint32_t r = 0; r < w.ranks && t < s.tokens; ++r)
           if (has(s.in, r) && (s.bitmap[r][t / 32] >> (t % 32) & 1) != 0) set.word[r / 64] |= 1ULL << (r % 64);
         return set;
+      },
+      [&](uint32_t token) -> SumCall {
+        return {gamma, out + uint64_t{token} * n, norm, false};
       },
       [&](uint32_t t, uint32_t r, uint64_t found, bool missing) {
         if (__all_sync(0xFFFFFFFFU, global_time() >= until) == 0) return false;

@@ -128,21 +128,28 @@ __device__ __noinline__ void make_codes_with_nans(const World& w, const uint8_t*
 template <class Z>
 __device__ void make_codes(const World& w, const TokenInput& in, const uint8_t* x, uint8_t* row) {
   const uint32_t pieces = Z::latent(w) / 8;
-  const uint32_t lane = threadIdx.x % 32;
   bool nan = false;
-#pragma unroll 2
-  for (uint32_t base = team_thread() - lane; base < pieces; base += kTeam) {
-    const uint32_t piece = base + lane;
-    const bool mine = piece < pieces;
-    Codes c = {0, 0};
-    if (in.scales == nullptr) {
-      ulonglong2 words = {0, 0};
-      if (mine) words = *reinterpret_cast<const ulonglong2*>(x + piece * 16);
-      c = quantise_8(words, nan);
-    } else if (mine) {
-      c = {*reinterpret_cast<const uint64_t*>(x + piece * 8), load_u8(in.scales + piece / 4)};
+  if (in.scales != nullptr) {
+#pragma unroll 1
+    for (uint32_t i = team_thread(); i < pieces; i += kTeam)
+      put_codes<Z>(w, row, i, {*reinterpret_cast<const uint64_t*>(x + i * 8), load_u8(in.scales + i / 4)});
+    return;
+  }
+  // Two at a time, whether there are two or not: what one waits for, the other fills.
+#pragma unroll 1
+  for (uint32_t base = team_thread(); base - threadIdx.x % 32 < pieces; base += 2 * kTeam) {
+    ulonglong2 words[2];
+    Codes codes[2];
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+      words[j] = {0, 0};
+      if (base + j * kTeam < pieces) words[j] = *reinterpret_cast<const ulonglong2*>(x + (base + j * kTeam) * 16);
     }
-    if (mine) put_codes<Z>(w, row, piece, c);
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) codes[j] = quantise_8(words[j], nan);
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j)
+      if (base + j * kTeam < pieces) put_codes<Z>(w, row, base + j * kTeam, codes[j]);
   }
   if (__any_sync(0xFFFFFFFFU, nan) != 0) make_codes_with_nans<Z>(w, x, row);
 }

@@ -8,6 +8,7 @@ namespace moed::cuda {
 
 inline constexpr uint32_t kServeWorkers = 256;
 inline constexpr uint32_t kServeThreads = kServeWorkers + 32;  // the last warp watches
+inline constexpr uint32_t kServeRegisters = 48;
 inline constexpr uint32_t kGroups = kServeWorkers / kLineLanes;
 inline constexpr uint32_t kBatch = 2;                 // rows in shared memory
 inline constexpr uint32_t kMostRows = 32;             // of a source, by one block
@@ -34,6 +35,7 @@ struct alignas(128) Taken {
   uint32_t eye;
   uint32_t mask;           // bit k: the eye's token + k * share is a row of this block; 0: the loop ends
   uint32_t state[kBatch];  // of a row: 0 good, kMissing, kOvertaken, or kBad
+  uint64_t until;          // what is missing of its rows is waited for so long; 0: nothing was missing yet
 };
 
 /// A row of a source and the warps that take and answer it: from `warp` on, `warps` of them.
@@ -48,7 +50,7 @@ struct Ended {
   uint32_t rows, refused;
   uint32_t number;  // 1 + its own, written last
 };
-inline constexpr uint32_t kEnded = 64;
+inline constexpr uint32_t kEnded = 32;  // at least as many groups of eight as may push at once
 
 /// How the blocks that follow share call lines: group g has every groups-th from g on, and of a source each of the
 /// `share` blocks of a group has every share-th token.
@@ -61,10 +63,13 @@ __device__ inline Shares share_calls(const World& w, uint32_t blocks) {
   return {groups, blocks / groups};
 }
 
+__device__ inline uint32_t serving_blocks(const Shares& s) { return s.groups * s.share; }
+
 struct ServeBlock {
   Shares shares;
-  uint32_t worked;  // the pass before has left sources to the kernels behind the loops
-  uint32_t index;   // among the blocks that follow, in the order in which they have begun
+  uint32_t worked;   // the pass before has left sources to the kernels behind the loops
+  uint32_t index;    // among the blocks that follow, in the order in which they have begun
+  uint32_t counted;  // the leading block waits for this one to leave
   // A following block's:
   Eye eye[kMostEyes];
   uint32_t eyes;
@@ -77,6 +82,9 @@ struct ServeBlock {
   uint32_t general;   // a source that is not for the loop
   uint32_t given_up;  // blocks that follow may still be at sources of this loop
   uint32_t closing;   // no source is taken any more
+  uint32_t done;      // worker warps that look no more
+  uint32_t begun;     // blocks that follow and were there when the loop began
+  uint32_t left;      // ServeState::left at that time
 };
 
 __device__ inline bool is_control() { return threadIdx.x >= kServeWorkers; }
@@ -159,11 +167,14 @@ __device__ inline bool look_around(const World& w, ServeBlock& b, Taken& taken) 
 /// Waits for the next source of which this block has rows; mask = 0: the loop ends. The last warp.
 __device__ inline void next_source(const World& w, ServeBlock& b, Taken& taken, uint64_t loop, uint64_t until) {
   if (warp_lane() < kBatch) taken.state[warp_lane()] = 0;
+  if (warp_lane() == 0) taken.until = 0;
   for (;;) {
     const ulonglong2 go = load_16(w.serve_go);
-    if (look_around(w, b, taken)) break;
-    if (go.x == loop << 1 && !is_late(until)) continue;
-    if (warp_lane() == 0) taken.mask = 0;
+    const bool found = look_around(w, b, taken);
+    const bool stays = go.x == loop << 1 && !is_late(until);
+    if (found && stays) break;
+    if (stays) continue;
+    if (warp_lane() == 0) taken.mask = 0;  // what was found the next loop finds again
     break;
   }
   __syncwarp();
@@ -178,10 +189,20 @@ static __device__ __noinline__ void miss_row(const World& w, const Eye& eye, Tak
   report_fault(w, {Awaited::row, eye.rank, eye.lane, token, taken.sequence, found, global_time() - taken.seen});
 }
 
+/// Whether what is missing of a source has been waited for long enough, counted from when a warp first asked.
+__device__ inline bool is_too_late(Taken& taken) {
+  const uint64_t now = global_time();
+  const uint64_t until = look(taken.until);
+  if (until == 0 && warp_lane() == 0)
+    atomicCAS(reinterpret_cast<unsigned long long*>(&taken.until), 0ULL,
+              static_cast<unsigned long long>(now + kRowsNs));
+  return until != 0 && now >= until;
+}
+
 /// Takes one row into shared memory, eight lanes a line, and waits for its lines a little; two lines under way a
 /// thread. The warps from `warp` on, `warps` of them.
 template <class Z>
-__device__ void take_row(const World& w, const Eye& eye, Taken& taken, const RowJob& job, uint64_t until) {
+__device__ void take_row(const World& w, const Eye& eye, Taken& taken, const RowJob& job) {
   const uint32_t lines = Z::row_lines(w);
   const uint32_t part = threadIdx.x % kLineLanes;
   const uint64_t awaited = taken.sequence;
@@ -200,7 +221,7 @@ __device__ void take_row(const World& w, const Eye& eye, Taken& taken, const Row
         bad[k] = __shfl_sync(0xFFFFFFFFU, words[k].y, kLineLanes - 1, kLineLanes) != awaited && l[k] < lines;
       if (__any_sync(0xFFFFFFFFU, bad[0] || bad[1]) == 0) break;
       const bool newer = (bad[0] && words[0].y > awaited) || (bad[1] && words[1].y > awaited);  // of the last lanes
-      if (__any_sync(0xFFFFFFFFU, (newer && part == kLineLanes - 1) || global_time() >= until) == 0) continue;
+      if (__any_sync(0xFFFFFFFFU, (newer && part == kLineLanes - 1) || is_too_late(taken)) == 0) continue;
       const uint64_t found = bad[0] ? words[0].y : words[1].y;
       if ((bad[0] || bad[1]) && part == kLineLanes - 1) miss_row(w, eye, taken, job.which, job.token, found);
       return;
@@ -219,57 +240,74 @@ __device__ void take_row(const World& w, const Eye& eye, Taken& taken, const Row
 template <class Z>
 __device__ bool weigh_row(const World& w, const uint8_t* row, float& sum) {
   const uint32_t k = warp_lane();
-  const bool slot = k < Z::top_k(w);
-  const int32_t id = slot ? reinterpret_cast<const int32_t*>(row)[k] : -1;
-  const float weight = slot ? reinterpret_cast<const float*>(row + Z::weights(w))[k] : 0.0F;
+  const int32_t id = k < Z::top_k(w) ? reinterpret_cast<const int32_t*>(row)[k] : -1;
+  const auto* const weight = reinterpret_cast<const float*>(row + Z::weights(w));
   const uint32_t local = __ballot_sync(0xFFFFFFFFU, is_local(w, id));
   const bool bad = __any_sync(0xFFFFFFFFU, id < -1 || id >= static_cast<int32_t>(w.shape.experts)) != 0;
   sum = 0.0F;
-#pragma unroll 1
-  for (uint32_t i = 0; i < Z::top_k(w); i += 8)  // beyond K nothing is local
-#pragma unroll
-    for (uint32_t j = 0; j < 8; ++j) {
-      const float one = __shfl_sync(0xFFFFFFFFU, weight, static_cast<int>(i + j));
-      if ((local >> (i + j) & 1) != 0) sum += one;
+  if (Z::top_k(w) % 2 == 0) {
+#pragma unroll 8
+    for (uint32_t i = 0; i < Z::top_k(w) / 2; ++i) {
+      const float2 two = reinterpret_cast<const float2*>(weight)[i];
+      if ((local >> (2 * i) & 1) != 0) sum += two.x;
+      if ((local >> (2 * i + 1) & 1) != 0) sum += two.y;
     }
+    return !bad;
+  }
+#pragma unroll 1
+  for (uint32_t i = 0; i < Z::top_k(w); ++i)
+    if ((local >> i & 1) != 0) sum += weight[i];
   return !bad;
 }
 
-/// Four neighbouring values of a partial: x times the weight, each rounded once.
+/// Four neighbouring values of a partial, two a word: x times the weight, each rounded once; a NaN as bf16_pair_raw has
+/// it.
 template <class Z>
-__device__ uint64_t identity_4(const World& w, const uint8_t* row, float weight, uint32_t column) {
+__device__ void identity_4(const World& w, const uint8_t* row, float weight, uint32_t column, uint32_t* pair) {
   const float scale = e8m0_to_float(row[Z::scales(w) + column / kBlock]);
   const auto* const codes = reinterpret_cast<const uint16_t*>(row + Z::codes(w) + column);
-  uint32_t pair[2];
 #pragma unroll
   for (uint32_t i = 0; i < 2; ++i) {
     const uint32_t halves = e4m3_halves(codes[i]);
-    pair[i] = bf16_pair(half_to_float(static_cast<uint16_t>(halves)) * scale * weight,
-                        half_to_float(static_cast<uint16_t>(halves >> 16)) * scale * weight);
+    pair[i] = bf16_pair_raw(half_to_float(static_cast<uint16_t>(halves)) * scale * weight,
+                            half_to_float(static_cast<uint16_t>(halves >> 16)) * scale * weight);
   }
-  return pair[0] | uint64_t{pair[1]} << 32;
 }
 
-/// The partial of a row in shared memory, as lines to its source. The warps from `warp` on, `warps` of them.
+/// The partial of a row in shared memory, as lines to its source, two at a time, whether there are two or not. The
+/// warps from `warp` on, `warps` of them.
 template <class Z>
 __device__ void send_row(const World& w, const Eye& eye, const Taken& taken, const RowJob& job, float weight) {
   const uint32_t lines = Z::partial_lines(w);
   const uint32_t part = threadIdx.x % kLineLanes;
   std::byte* const first = eye.theirs + Z::partial_at(w, eye.lane, job.token);
-#pragma unroll 2
-  for (uint32_t l = job.warp * 4 + warp_lane() / kLineLanes; l < lines; l += job.warps * 4) {
-    const uint32_t column = l * kLineValues + part * 8;
-    ulonglong2 words = {0, 0};
-    if (column < Z::latent(w)) words.x = identity_4<Z>(w, job.row, weight, column);
-    if (column + 4 < Z::latent(w) && part < kLineLanes - 1) words.y = identity_4<Z>(w, job.row, weight, column + 4);
-    store_line(first + l * kLineBytes, words, taken.sequence);
+  const uint32_t step = job.warps * 4;
+#pragma unroll 1
+  for (uint32_t l = job.warp * 4 + warp_lane() / kLineLanes; l < lines; l += 2 * step) {
+    uint32_t pair[2][4];
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+      const uint32_t column = (l + j * step) * kLineValues + part * 8;
+      identity_4<Z>(w, job.row, weight, column < Z::latent(w) ? column : 0, pair[j]);
+      identity_4<Z>(w, job.row, weight, column + 4 < Z::latent(w) ? column + 4 : 0, pair[j] + 2);
+      if (column >= Z::latent(w)) pair[j][0] = pair[j][1] = 0;
+      if (column + 4 >= Z::latent(w) || part == kLineLanes - 1) pair[j][2] = pair[j][3] = 0;
+    }
+    if (max(greatest_of(pair[0]), greatest_of(pair[1])) > 0x7F80U) {
+      settle_nans(pair[0]);
+      settle_nans(pair[1]);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j)
+      if (l + j * step < lines)
+        store_line(first + (l + j * step) * kLineBytes,
+                   {pair[j][0] | uint64_t{pair[j][1]} << 32, pair[j][2] | uint64_t{pair[j][3]} << 32}, taken.sequence);
   }
 }
 
 /// This block's rows of a source, kBatch at a time. The worker warps: all for a row alone, or half of them each.
 template <class Z>
 __device__ void serve_rows(const World& w, ServeBlock& b, Taken& taken, uint64_t loop, uint8_t* rows) {
-  const uint64_t until = global_time() + kRowsNs;
   const uint32_t warp = threadIdx.x / 32;
   Eye& eye = b.eye[taken.eye];
   uint32_t left = taken.mask;
@@ -277,14 +315,14 @@ __device__ void serve_rows(const World& w, ServeBlock& b, Taken& taken, uint64_t
 #pragma unroll 1
   while (left != 0) {
     const auto count = static_cast<uint32_t>(min(static_cast<int>(kBatch), __popc(left)));
-    const uint32_t warps = count == 1 ? kServeWorkers / 32 : kServeWorkers / 32 / kBatch;
-    const uint32_t which = warp / warps;
-    uint32_t rest = left;
-    for (uint32_t i = 0; i < which; ++i) rest &= rest - 1;
+    static_assert(kBatch == 2);
+    const uint32_t warps = count == 1 ? kServeWorkers / 32 : kServeWorkers / 64;
+    const uint32_t which = warp >= warps ? 1 : 0;
+    const uint32_t rest = which == 0 ? left : left & (left - 1);
     const bool busy = rest != 0;
     const uint32_t token = eye.token + (__ffs(static_cast<int>(rest)) - 1) * b.shares.share;
-    const RowJob job = {which, token, warp % warps, warps, rows + which * Z::row_stride(w)};
-    if (busy) take_row<Z>(w, eye, taken, job, until);
+    const RowJob job = {which, token, warp - which * warps, warps, rows + which * Z::row_stride(w)};
+    if (busy) take_row<Z>(w, eye, taken, job);
     sync_some(1, kServeWorkers);
     if (busy && look(taken.state[which]) == 0) {
       float weight = 0.0F;
@@ -314,10 +352,13 @@ __device__ void serve_rows(const World& w, ServeBlock& b, Taken& taken, uint64_t
 __device__ inline bool await_go(const World& w, ServeBlock& b, uint64_t loop, uint64_t until) {
   for (;;) {
     const ulonglong2 go = load_16(w.serve_go);
-    if (go.x == loop << 1) {
-      if (warp_lane() == 0) b.shares = share_calls(w, static_cast<uint32_t>(go.y >> 32));
+    if (go.x >> 1 == loop) {
+      if (warp_lane() == 0) {
+        b.shares = share_calls(w, static_cast<uint32_t>(go.y >> 32));
+        b.counted = b.index < serving_blocks(b.shares) ? 1 : 0;  // else begun too late, or one too many
+      }
       __syncwarp();
-      if (b.index >= b.shares.groups * b.shares.share) return false;  // begun too late, or one too many
+      if (b.counted == 0 || (go.x & 1) != 0) return false;
       open_eyes(w, b, static_cast<uint32_t>(go.y));
       return true;
     }
@@ -337,9 +378,10 @@ __device__ void follow(const World& w, ServeBlock& b, uint64_t loop, uint8_t* ro
     if (is_control() && open) next_source(w, b, taken, loop, until);
     if (is_control() && !open && warp_lane() == 0) taken.mask = 0;
     __syncthreads();
-    if (taken.mask == 0) return;
+    if (taken.mask == 0) break;
     if (!is_control()) serve_rows<Z>(w, b, taken, loop, rows);
   }
+  if (threadIdx.x == 0 && b.counted != 0) add_u32(&w.serve->left, 1);
 }
 
 }  // namespace moed::cuda

@@ -9,6 +9,7 @@ namespace moed::cuda {
 
 inline constexpr uint64_t kLongestFlight = 100'000;  // ns that a source may be under way in a loop
 inline constexpr uint64_t kDrainNs = 20'000;         // what is under way when the loop closes may take so long
+inline constexpr uint64_t kLeaveNs = 140'000;        // and blocks that follow so long to leave: two sources, late rows
 
 /// Rows that a call line announces; 0: none, or a bit lies beyond its tokens. Eight lanes with its words.
 __device__ inline uint32_t count_rows(const World& w, uint32_t tokens, const ulonglong2& words) {
@@ -30,7 +31,7 @@ __device__ inline uint32_t count_rows(const World& w, uint32_t tokens, const ulo
 /// What is told of a source that has been served, or refused. One lane.
 __device__ inline void push_ended(ServeBlock& b, const Watch& watch, uint32_t rows, uint64_t now) {
   const uint32_t number = atomicAdd(&b.pushed, 1U);
-  while (number - look(b.told) >= kEnded) continue;  // the last warp waits for nobody
+  while (number - look(b.told) >= kEnded) continue;  // the last warp tells until all others have ended
   Ended& e = b.ended[number % kEnded];
   e.queue_ns = watch.seen > watch.since ? watch.seen - watch.since : 0;
   e.gather_ns = now - watch.seen;
@@ -94,11 +95,14 @@ __device__ inline void follow_flight(const World& w, ServeBlock& b, uint32_t at,
   }
   const bool missing = (flags >> kMissing & 1) != 0;
   const bool overtaken = (flags >> kOvertaken & 1) != 0;
-  if (!missing && !overtaken && !gone) answer(w, watch, at, link, (flags >> kBad & 1) == 0, now);
+  const bool answers = !missing && !overtaken && !gone;
+  if (answers) answer(w, watch, at, link, (flags >> kBad & 1) == 0, now);
   __syncwarp(line_mask());
   if (part != 0) return;
+  if (answers) watch.answered = 1;
   if (overtaken) {
-    watch.flight = 0;  // its source has gone on
+    watch.served = flight;  // its source has gone on, and never needs it again
+    watch.flight = 0;
   } else if (missing && !gone) {
     give_up(watch);
     watch.again = now + min(kRowsNs << min(watch.retries, 10U), kLongestPause);
@@ -121,6 +125,7 @@ __device__ inline void look_at_line(const World& w, ServeBlock& b, uint32_t at, 
   if (fresh && part == 0) {
     watch.pending = found;
     watch.since = look(b.last_look);
+    watch.again = min(watch.again, now + kNewerNs);
   }
   __syncwarp(line_mask());
   if (!is_due(watch, now)) return;
@@ -129,7 +134,7 @@ __device__ inline void look_at_line(const World& w, ServeBlock& b, uint32_t at, 
   const auto tokens = static_cast<uint32_t>(first >> 32) & 0xFFFFU;
   const uint32_t rows = count_rows(w, tokens, words);
   const bool fits = found == watch.pending && watch.retries == 0 && w.long_way == 0 && rows != 0 &&
-                    tokens <= kMostRows * b.shares.share && is_identity(w, layer);
+                    tokens <= kMostRows * b.shares.share && at / b.shares.groups < kMostEyes && is_identity(w, layer);
   if (part != 0) return;
   if (!fits) return show(b.general, 1U);
   watch.rows = rows;
@@ -159,14 +164,26 @@ __device__ inline bool look_once(const World& w, ServeBlock& b, uint64_t now, ui
   return __any_sync(0xFFFFFFFFU, flying) != 0;
 }
 
-/// What is known of call lines goes where the next loop finds it, which may begin before this one has ended. The worker
-/// warps, each what it has looked at.
-__device__ inline void settle_watches(const World& w) {
+/// What is known of call lines goes where the next loop finds it, which may begin before this one has ended. Nor may it
+/// answer before this one's return lines have arrived: additions of nothing by who stored them come back when they
+/// have. The worker warps, each what it has looked at.
+__device__ inline void settle_watches(const World& w, const ServeBlock& b) {
   const uint32_t part = threadIdx.x % kLineLanes;
   static_assert(offsetof(Watch, reported) == kLineLanes * sizeof(uint64_t));
   __syncwarp();
+  const uint32_t watches = w.ranks * w.layout.lanes_all;
   uint64_t before = 0;
-  for (uint32_t at = threadIdx.x / kLineLanes; at < w.ranks * w.layout.lanes_all; at += kGroups) {
+#pragma unroll 2
+  for (uint32_t at = threadIdx.x / kLineLanes; at < watches; at += kGroups) {
+    if (w.watch[at].answered == 0) continue;
+    std::byte* const line = w.pictures[b.present].link[at / w.layout.lanes_all].theirs;
+    std::byte* const mine = line + w.layout.return_line(at % w.layout.lanes_all) + part * 16 + 8;
+    before |= fetch_add_u64(reinterpret_cast<uint64_t*>(mine), 0);
+  }
+  __syncwarp();
+  for (uint32_t at = threadIdx.x / kLineLanes; at < watches; at += kGroups) {
+    if (part == 0) w.watch[at].answered = 0;
+    __syncwarp(line_mask());
     auto* const word = reinterpret_cast<uint64_t*>(&w.watch[at]) + part;
     before |= exchange_u64(word, *word);
   }
@@ -174,10 +191,9 @@ __device__ inline void settle_watches(const World& w) {
 }
 
 /// Looks at calls until the loop closes and what is under way has been served, or has no more time. The worker warps,
-/// each at its own pace.
+/// each at its own pace, that have a call line.
 __device__ inline void look_at_calls(const World& w, ServeBlock& b, uint64_t loop) {
   const uint32_t watches = w.ranks * w.layout.lanes_all;
-  if (threadIdx.x / 32 * (32 / kLineLanes) >= watches) return;
 #pragma unroll 1
   for (uint64_t closed = 0;;) {
     const bool closing = __any_sync(0xFFFFFFFFU, look(b.closing) != 0) != 0;
@@ -191,7 +207,7 @@ __device__ inline void look_at_calls(const World& w, ServeBlock& b, uint64_t loo
       give_up(w.watch[at]);
       show(b.given_up, 1U);
     }
-  settle_watches(w);
+  settle_watches(w, b);
 }
 
 /// Tells the host of sources that have been served. The last warp.
@@ -250,18 +266,34 @@ __device__ inline void open_loop(const World& w, ServeBlock& b, uint64_t loop, u
   uint32_t blocks = load_u32(&s.checked) - before;
   while (blocks < all && global_time() < start + kComeNs) blocks = load_u32(&s.checked) - before;
   b.shares = share_calls(w, blocks);
+  b.begun = blocks;
+  b.left = load_u32(&s.left);
   store_16(w.serve_go, {loop << 1, b.present | uint64_t{blocks} << 32});
 }
 
 /// The next kernel may begin: it finds what it reads of this loop's where all look for it. Where that is not enough,
 /// because sources have been chosen or a block that follows may still be at one, kernels wait until this one has ended.
 /// One thread.
-__device__ inline void close_loop(const World& w, const ServeBlock& b) {
+__device__ inline void close_loop(const World& w, const ServeBlock& b, uint64_t loop) {
   ServeState& s = *w.serve;
   const uint64_t records = exchange_u64(&s.records, s.records);
   const uint64_t last = exchange_u64(&s.last_look, s.last_look);
-  const uint32_t worked = (b.general | b.given_up) != 0 ? exchange_u32(&s.working, 1) : 0;
+  const bool handed = (b.general | b.given_up) != 0;
+  if (handed) store_u64(&w.board->handed, loop);
+  const uint32_t worked = handed ? exchange_u32(&s.working, 1) : 0;
   if (records != ~0ULL && last != ~0ULL && worked != ~0U) let_next_begin();
+}
+
+/// The blocks that follow leave when they have served what they have taken, be it known here or not. The next loop
+/// begins behind that, so that what this one still stores, for a source that is known to nobody here, lies microseconds
+/// before what the next one stores for the same source. One thread.
+__device__ inline void await_leaving(const World& w, ServeBlock& b, uint64_t loop, uint64_t start) {
+  const uint32_t blocks = serving_blocks(b.shares);
+  store_16(w.serve_go, {loop << 1 | 1, b.present | uint64_t{b.begun} << 32});
+  if ((b.general | b.given_up) != 0) return;  // kernels wait until they have left
+  for (const uint64_t until = min(global_time() + kLeaveNs, start + kTakeNs + kStayNs);
+       load_u32(&w.serve->left) - b.left != blocks;)
+    if (global_time() >= until) return show(b.given_up, 1U);
 }
 
 __device__ inline void lead(const World& w, ServeBlock& b, uint64_t loop) {
@@ -270,17 +302,19 @@ __device__ inline void lead(const World& w, ServeBlock& b, uint64_t loop) {
   __syncthreads();
   if (is_control()) {
     lead_loop(w, b, start + kTakeNs);
+    while (__any_sync(0xFFFFFFFFU, look(b.done) != kServeWorkers / 32) != 0) tell_ended(w, b);
     if (warp_lane() == 0) w.serve->last_look = b.last_look;
   } else {
-    look_at_calls(w, b, loop);
+    if (threadIdx.x / 32 * (32 / kLineLanes) < w.ranks * w.layout.lanes_all) look_at_calls(w, b, loop);
+    if (warp_lane() == 0) atomicAdd(&b.done, 1U);
   }
   __syncthreads();
-  if (threadIdx.x == kServeWorkers) store_16(w.serve_go, {loop << 1 | 1, b.present});
+  if (threadIdx.x == kServeWorkers) await_leaving(w, b, loop, start);
   if (is_control()) tell_ended(w, b);
   __syncthreads();
   if (b.general != 0) choose_sources(w, loop, start + kTakeNs + kStayNs);
   __syncthreads();
-  if (threadIdx.x == kServeWorkers) close_loop(w, b);
+  if (threadIdx.x == kServeWorkers) close_loop(w, b, loop);
 }
 
 }  // namespace moed::cuda

@@ -11,8 +11,7 @@ namespace moed::cuda {
 namespace {
 
 template <class Z>
-__global__ void __launch_bounds__(kServeThreads, 4)
-    serve_loop(const __grid_constant__ World w, uint64_t loop, bool first) {
+__global__ void __maxnreg__(kServeRegisters) serve_loop(const __grid_constant__ World w, uint64_t loop, bool first) {
   extern __shared__ __align__(16) uint8_t rows[];
   __shared__ Shared<ServeBlock> shared;
   ServeBlock& b = in_register(shared.get());
@@ -21,7 +20,7 @@ __global__ void __launch_bounds__(kServeThreads, 4)
   if (threadIdx.x == 0) {
     b.index = begin_block(s.checked, loop) - 1;
     b.worked = load_u32_acquire(&s.working);  // what this L1 has of earlier loops is old
-    b.pushed = b.told = b.general = b.closing = b.given_up = 0;
+    b.pushed = b.told = b.general = b.closing = b.given_up = b.counted = b.done = 0;
   }
   __syncthreads();
   if (b.worked != 0) {
@@ -53,10 +52,10 @@ cudaError_t add_serve_loop(const World& w, LoopNeeds& needs) {
   });
 }
 
-void launch_serve_loops(const World& w, uint64_t loop, cudaStream_t stream) {
+void launch_serve_loops(const World& w, uint64_t loop, uint32_t loops, cudaStream_t stream) {
   with_sizes(w.shape, [&]<class Z>(Z) {
     const Grid grid = {w.serve_blocks, kServeThreads, kBatch * w.row_stride};
-    for (uint32_t i = 0; i < kLoopsPerPass; ++i) launch(serve_loop<Z>, grid, stream, w, loop + i, i == 0);
+    for (uint32_t i = 0; i < loops; ++i) launch(serve_loop<Z>, grid, stream, w, loop + i, i == 0);
   });
 }
 

@@ -8,7 +8,11 @@
 namespace moed::cuda {
 namespace {
 
-constexpr uint64_t kAhead = 8;       ///< passes queued: 22 ms of loops that nobody calls
+constexpr uint64_t kAhead = 16;    ///< loops queued at least: 11 ms
+constexpr uint32_t kLoops = 32;    ///< of a pass, in a world without experts; of one whose sources go behind them:
+constexpr uint32_t kFewLoops = 4;  ///< the first of them waits for the rest of its pass,
+constexpr uint32_t kOneLoop = 1;   ///< and those that follow it for nobody
+constexpr Nanos kUnusual = 50'000'000;
 constexpr Nanos kIdle = 50'000'000;  ///< nobody having called for so long, the GPU is left alone
 constexpr Nanos kTraffic = 20'000'000;
 
@@ -17,12 +21,22 @@ constexpr Nanos kTraffic = 20'000'000;
 bool Serving::prepare(const Driver& driver) {
   driver_ = &driver;
   const World& w = world_.world();
-  stream_.set_pass([this, &w](uint64_t loop) { return launch_serve_pass(w, loop, stream_.stream()); }, w.board->begun,
-                   w.board->completed);
+  stream_.set_pass(
+      [this, &w](uint64_t loop, uint32_t loops) { return launch_serve_pass(w, loop, loops, stream_.stream()); },
+      w.board->begun, w.board->completed);
   return health_.good(prepare_serve_pass(w), "kernels of the serve pass");
 }
 
-bool Serving::fill() { return health_.good(stream_.fill(kAhead, kAhead), "launch of the serve pass"); }
+uint32_t Serving::loops() {
+  if (const uint64_t handed = host_load(world_.board().handed); handed != handed_) {
+    handed_ = handed;
+    handed_at_ = now_ns();
+  }
+  if (handed_ != 0 && now_ns() < handed_at_ + kUnusual) return kOneLoop;
+  return world_.world().model_layers != 0 ? kFewLoops : kLoops;
+}
+
+bool Serving::fill() { return health_.good(stream_.fill(kAhead, loops()), "launch of the serve pass"); }
 
 bool Serving::is_busy(Nanos now) const { return now < served_at_ + kTraffic; }
 
@@ -42,9 +56,9 @@ void Serving::keep() {
   parked_ = stream_.begun();
   cudaError_t launched = cudaSuccess;
   const auto rung = static_cast<uint32_t>(host_load(world_.board().rung));
-  health_.good(
-      stream_.park(*driver_, reinterpret_cast<CUdeviceptr>(world_.world().doorbell), rung + 1, kAhead, launched),
-      *driver_, "wait for the doorbell");
+  health_.good(stream_.park(*driver_, reinterpret_cast<CUdeviceptr>(world_.world().doorbell), rung + 1, kAhead, loops(),
+                            launched),
+               *driver_, "wait for the doorbell");
   health_.good(launched, "launch of the serve pass");
 }
 

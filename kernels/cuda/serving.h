@@ -34,12 +34,17 @@ class Serving {
   bool settle(Nanos longest);
 
  private:
+  /// How many loops the next pass has: few while what they leave to the kernels behind them waits for it.
+  uint32_t loops();
+
   Health& health_;
   const BackendOptions& options_;
   const DeviceWorld& world_;
   const Driver* driver_ = nullptr;
   Armed stream_;
   Nanos served_at_ = now_ns();
+  uint64_t handed_ = 0;  ///< of the board: the last loop that left something to the kernels behind it
+  Nanos handed_at_ = 0;  ///< when that was seen
   uint64_t parked_ = 0;  ///< loops that had begun when the stream was made to wait for the doorbell; 0: it is not
   uint64_t moved_ = 0;   ///< loops begun and completed, when they last moved
   Nanos moved_at_ = 0;

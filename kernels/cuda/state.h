@@ -128,10 +128,6 @@ static_assert(sizeof(CallTicket) <= kLinePayload && sizeof(CallTicket) % 16 == 0
 
 /// What a call loop, and a serve loop, do at most. Longer ones go through the kernels behind the loop.
 inline constexpr uint32_t kLoopTokens = 128, kLoopSlots = 2048;
-/// Loops of one kind that stand one behind the other in a pass: the kernels behind them run only so often. A loop that
-/// leaves something to those kernels is followed by loops that end at once.
-inline constexpr uint32_t kLoopsPerPass = 4;
-
 /// Call lines that a block of a serve loop watches, unless there are more than all blocks watch so.
 inline constexpr uint32_t kWatched = 16;
 
@@ -151,16 +147,16 @@ struct alignas(16) ServeGo {
 
 /// Which call lines were seen, taken, and are worth lingering for.
 struct Watch {
-  uint64_t served;   ///< sequence taken last
-  uint64_t pending;  ///< sequence seen and not taken; 0: none
-  uint64_t since;    ///< end of the last look that did not show it
-  uint64_t again;    ///< not to be taken before this time: its rows were incomplete
-  uint32_t recent;   ///< passes that it may still miss before nobody lingers for it
-  uint32_t retries;  ///< times in a row that its rows were incomplete: not for a serve loop before they were complete
-  uint64_t flight;   ///< sequence that a serve loop has under way; 0: none
-  uint64_t seen;     ///< global_time of it
-  uint32_t rows;     ///< of what is under way
-  uint32_t pad;
+  uint64_t served;    ///< sequence taken last
+  uint64_t pending;   ///< sequence seen and not taken; 0: none
+  uint64_t since;     ///< end of the last look that did not show it
+  uint64_t again;     ///< not to be taken before this time: its rows were incomplete
+  uint32_t recent;    ///< passes that it may still miss before nobody lingers for it
+  uint32_t retries;   ///< times in a row that its rows were incomplete: not for a serve loop before they were complete
+  uint64_t flight;    ///< sequence that a serve loop has under way; 0: none
+  uint64_t seen;      ///< global_time of it
+  uint32_t rows;      ///< of what is under way
+  uint32_t answered;  ///< the present loop has sent a return line
   uint64_t reported;  ///< sequence of which a missing row was reported last
 };
 
@@ -202,6 +198,7 @@ struct ServeState {
   uint64_t chosen;                 ///< loop that chose the sources
   uint32_t working;                ///< not 0: a loop has left sources to the kernels behind it; written by exchanges
   uint32_t checked;                ///< blocks that have begun to follow, over all serve loops
+  uint32_t left;                   ///< blocks that have followed and have left their loop, ever
   uint64_t started;                ///< global_time of the first one
   uint64_t records;                ///< of passes that served somebody, so far
 };
@@ -231,6 +228,7 @@ struct HostLane {
   alignas(128) Tagged<CallRecord> record;  ///< of the call that ended last
   alignas(128) uint64_t done;  ///< calls ended (low half of the lane's count), and the low half of its number
   alignas(128) uint64_t begun, completed;  ///< loops; completed: what a marker said last
+  uint64_t handed;                         ///< the last loop that left a call to the kernels behind it
 };
 struct Board {
   HostLane lane[kMaxLanes + 1];
@@ -238,7 +236,8 @@ struct Board {
   alignas(128) uint64_t records;
   alignas(128) uint64_t rung;  ///< of the doorbell, read by the last serve loop before it looked at any call line
   alignas(128) uint64_t begun, completed;  ///< loops; completed: what a marker said last
-  uint64_t serving, answered;  ///< the last loop that left sources to the kernels behind it, and whose were answered
+  uint64_t handed;                         ///< the last serve loop that left something to the kernels behind it
+  uint64_t serving, answered;              ///< the last one whose sources they have taken, and whose were answered
   DeviceFault fault[kFaults];
 };
 

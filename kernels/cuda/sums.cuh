@@ -12,12 +12,13 @@ inline constexpr uint32_t kLineValues = kLinePayload / 2;  ///< BF16 values of o
 /// What a token's sum needs beside its partials.
 struct SumCall {
   const uint16_t* gamma;  ///< nullptr: 1
+  uint16_t* out;
   bool norm;
   bool settle;  ///< out is in the GPU's L2 when what sum_tokens returns is known
 };
 
 /// Shared memory of sum_token, beside the rows.
-struct SumShared {
+struct alignas(16) SumShared {
   double squares[2][kTeamWarps];
 };
 
@@ -97,12 +98,11 @@ __device__ bool sum_lines(const Peer* peers, RankWalk walk, uint64_t offset, boo
   return true;
 }
 
-/// The sum of the squares of eight BF16 values. In FP32 the squares of very small and very large values would be lost:
-/// those are added in FP64, which takes its time.
-__device__ inline double squares_of(const uint32_t (&pair)[4]) {
-  const uint32_t magnitudes = __vmaxu2(__vmaxu2(pair[0] & 0x7FFF7FFFU, pair[1] & 0x7FFF7FFFU),
-                                       __vmaxu2(pair[2] & 0x7FFF7FFFU, pair[3] & 0x7FFF7FFFU));
-  const uint32_t greatest = max(magnitudes & 0xFFFFU, magnitudes >> 16);
+/// The sum of the squares of eight BF16 values, of which NaNs are as bf16_pair_raw makes them, and afterwards as
+/// bf16_pair does. In FP32 the squares of very small and very large values would be lost: those are added in FP64,
+/// which takes its time.
+__device__ inline double squares_of(uint32_t (&pair)[4]) {
+  const uint32_t greatest = greatest_of(pair);
   if (greatest == 0 ||
       (greatest >= 0x2F80U && greatest < 0x4F80U)) {  // 2^-32 to 2^32: what is lost beside it is no matter
     float sum = 0.0F;
@@ -114,6 +114,7 @@ __device__ inline double squares_of(const uint32_t (&pair)[4]) {
     }
     return sum;
   }
+  settle_nans(pair);
   double sum = 0.0;
 #pragma unroll 1
   for (uint32_t i = 0; i < 8; ++i) {
@@ -132,30 +133,37 @@ __device__ inline double sum_squares(double v, SumShared& shared, uint32_t turn)
   double* const all = shared.squares[turn % 2];
   if (threadIdx.x % 32 == 0) all[team_thread() / 32] = v;
   sync_team();
-  double sum = all[threadIdx.x % kTeamWarps];
+  static_assert(kTeamWarps == 8);
+  double2 two[4];
 #pragma unroll
-  for (uint32_t i = kTeamWarps / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xFFFFFFFFU, sum, i);
-  return sum;
+  for (uint32_t i = 0; i < 4; ++i) two[i] = reinterpret_cast<const double2*>(all)[i];
+  return ((two[0].x + two[2].x) + (two[1].x + two[3].x)) + ((two[0].y + two[2].y) + (two[1].y + two[3].y));
 }
 
-/// 1 / sqrt(x) to about 40 bits: FP32's, bettered once in FP64 where FP32 holds x.
-__device__ inline double inverse_root(double x) {
-  if (!(x > 1e-30 && x < 1e30)) return rsqrt(x);
-  const double y = rsqrtf(static_cast<float>(x));
-  return y * (1.5 - 0.5 * x * y * y);
+/// Eight values times rstd. A row with a NaN has no rstd that FP32 holds, so there is none here.
+__device__ inline ulonglong2 scale_8(const ulonglong2& words, float rstd) {
+  const uint32_t v[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.x >> 32),
+                         static_cast<uint32_t>(words.y), static_cast<uint32_t>(words.y >> 32)};
+  uint32_t pair[4];
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i)
+    pair[i] = bf16_pair_raw(float_of(v[i] << 16) * rstd, float_of(v[i] & 0xFFFF0000U) * rstd);
+  return {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32};
 }
 
-/// Four values times rstd and gamma.
-__device__ inline uint64_t scale_4(uint64_t bits, uint64_t gamma, float rstd) {
-  uint32_t pair[2];
+/// The same, then times gamma.
+__device__ inline ulonglong2 scale_8(const ulonglong2& words, float rstd, const uint16_t* gamma) {
+  const ulonglong2 by = *reinterpret_cast<const ulonglong2*>(gamma);
+  const uint32_t v[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.x >> 32),
+                         static_cast<uint32_t>(words.y), static_cast<uint32_t>(words.y >> 32)};
+  const uint32_t g[4] = {static_cast<uint32_t>(by.x), static_cast<uint32_t>(by.x >> 32), static_cast<uint32_t>(by.y),
+                         static_cast<uint32_t>(by.y >> 32)};
+  uint32_t pair[4];
 #pragma unroll
-  for (uint32_t i = 0; i < 2; ++i) {
-    const auto v = static_cast<uint32_t>(bits >> (32 * i));
-    const auto g = static_cast<uint32_t>(gamma >> (32 * i));
-    pair[i] = bf16_pair(float_of(v << 16) * rstd * float_of(g << 16),
-                        float_of(v & 0xFFFF0000U) * rstd * float_of(g & 0xFFFF0000U));
-  }
-  return pair[0] | uint64_t{pair[1]} << 32;
+  for (uint32_t i = 0; i < 4; ++i)
+    pair[i] = bf16_pair(float_of(v[i] << 16) * rstd * float_of(g[i] << 16),
+                        float_of(v[i] & 0xFFFF0000U) * rstd * float_of(g[i] & 0xFFFF0000U));
+  return {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32};
 }
 
 /// Stores 16 bytes of out. What it returns is known, where `settle` is set, when they are in the L2, where every
@@ -167,11 +175,18 @@ __device__ inline uint32_t put_16(uint16_t* at, const ulonglong2& words, bool se
   return 0;
 }
 
-inline constexpr uint64_t kOnes = 0x3F803F803F803F80ULL;  ///< four times 1 in BF16
+/// The same for 16 bytes that this thread has stored just now, as its neighbours have the rest of their line: a warp's
+/// stores to a line are one, so one addition of nothing a line comes back when all of it is there. An SM has one
+/// exchange a cycle, which for every thread's would be a quarter of a microsecond a row.
+__device__ inline uint32_t settle_line(uint16_t* at) {
+  const bool first = reinterpret_cast<uint64_t>(at) / 16 % kLineLanes == 0 || threadIdx.x % 32 == 0;
+  return first ? fetch_add_u32(reinterpret_cast<uint32_t*>(at), 0) : 0;
+}
 
-/// put_row where FP32 does not hold rstd well; rare.
-static __device__ __noinline__ uint32_t put_row_slowly(const uint16_t* row, uint16_t* out, uint32_t columns,
-                                                       const SumCall& call, double rstd) {
+/// put_row with a norm where FP32 does not hold the mean of the squares or rstd well; rare.
+static __device__ __noinline__ uint32_t put_row_slowly(const uint16_t* row, uint32_t columns, const SumCall& call,
+                                                       double mean) {
+  const double rstd = rsqrt(mean);
   uint32_t before = 0;
 #pragma unroll 1
   for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) {
@@ -182,37 +197,54 @@ static __device__ __noinline__ uint32_t put_row_slowly(const uint16_t* row, uint
       const uint32_t bits = bf16_pair(static_cast<float>(v * rstd * g), 0.0F) & 0xFFFFU;
       pair[i / 2] = i % 2 == 0 ? bits : pair[i / 2] | bits << 16;
     }
-    before |= put_16(out + p * 8, {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32}, call.settle);
+    before |=
+        put_16(call.out + p * 8, {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32}, call.settle);
   }
   return before;
 }
 
-/// Writes one token's row: `row`, L BF16 values in shared memory, times rstd and gamma where `norm` is set.
-__device__ inline uint32_t put_row(const uint16_t* row, uint16_t* out, uint32_t columns, const SumCall& call, bool norm,
-                                   double rstd) {
-  if (norm && !(rstd > 1e-30 && rstd < 1e30)) return put_row_slowly(row, out, columns, call, rstd);
-  const auto r = static_cast<float>(rstd);
+/// 1 / sqrt(x) to about 23 bits, x between 1e-30 and 1e30.
+__device__ inline float inverse_root(float x) {
+  const float y = rsqrtf(x);
+  return __fmaf_rn(__fmaf_rn(-x * y, y, 1.0F), 0.5F * y, y);
+}
+
+/// Writes one token's row: `row`, L BF16 values in shared memory whose squares add up to `total`, times rstd and gamma
+/// where there is a norm.
+__device__ inline uint32_t put_row(const World& w, const uint16_t* row, uint32_t columns, const SumCall& call,
+                                   double total) {
+  const bool norm = call.norm && total != 0.0;
+  const double mean = total * w.per_latent + static_cast<double>(w.shape.norm_eps);
+  const auto x = static_cast<float>(mean);
+  if (norm && !(x > 1e-30F && x < 1e30F)) return put_row_slowly(row, columns, call, mean);
+  const float rstd = inverse_root(x);
   uint32_t before = 0;
-#pragma unroll 2
-  for (uint32_t p = team_thread(); p < columns / 8; p += kTeam) {
-    ulonglong2 words = *reinterpret_cast<const ulonglong2*>(row + p * 8);
-    if (norm) {
-      ulonglong2 gamma = {kOnes, kOnes};
-      if (call.gamma != nullptr) gamma = *reinterpret_cast<const ulonglong2*>(call.gamma + p * 8);
-      words = {scale_4(words.x, gamma.x, r), scale_4(words.y, gamma.y, r)};
+#pragma unroll 1
+  for (uint32_t at = team_thread() * 8; at < columns; at += 2 * kTeam * 8) {
+    const uint32_t other = at + kTeam * 8 < columns ? at + kTeam * 8 : at;  // the same twice, where there is one
+    ulonglong2 words[2] = {*reinterpret_cast<const ulonglong2*>(row + at),
+                           *reinterpret_cast<const ulonglong2*>(row + other)};
+    if (norm && call.gamma != nullptr) {
+      words[0] = scale_8(words[0], rstd, call.gamma + at);
+      words[1] = scale_8(words[1], rstd, call.gamma + other);
+    } else if (norm) {
+      words[0] = scale_8(words[0], rstd);
+      words[1] = scale_8(words[1], rstd);
     }
-    before |= put_16(out + p * 8, words, call.settle);
+    store_16(call.out + at, words[0]);
+    store_16(call.out + other, words[1]);
+    if (call.settle) before |= settle_line(call.out + at) | settle_line(call.out + other);
   }
   return before;
 }
 
 /// Tokens first, first + step, ... below `end`, by a team. set(i): a reference to the ranks whose partials the i-th
 /// has, which holds until the next one; the same for all threads. rows: room for two rows of L BF16 values in shared
-/// memory. stop(token, rank, found, missing): as in sum_lines; what has stopped leaves rubbish in its out.
-template <class Z, class Set, class Stop>
+/// memory. call(token): its SumCall. stop(token, rank, found, missing): as in sum_lines; what has stopped leaves
+/// rubbish in its out.
+template <class Z, class Set, class CallOf, class Stop>
 __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane, uint32_t first, uint32_t step,
-                               uint32_t end, const SumCall& call, uint16_t* out, uint16_t* rows, SumShared& shared,
-                               Set set, Stop stop) {
+                               uint32_t end, uint16_t* rows, SumShared& shared, Set set, CallOf call, Stop stop) {
   if (first >= end) return 0;
   const uint32_t n = Z::latent(w);
   uint32_t before = 0;
@@ -233,11 +265,18 @@ __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane,
         sum_lines(peers, RankWalk(set(turn), w.ranks), offset(token, l), l < lines, ahead, sum,
                   [&](uint32_t r, uint64_t found, bool missing) { return stop(token, r, found, missing); });
     uint16_t* const row = rows + turn % 2 * n;
+    base += kTeamGroups;
+    const bool whole = base >= lines;
+    const uint32_t next = whole ? token + step : token;
+    const uint32_t next_base = whole ? 0 : base;
+    if (next < end)  // what comes next is under way while this is rounded
+      ask(peers, RankWalk(set(whole ? turn + 1 : turn), w.ranks), offset(next, next_base + group),
+          next_base + group < lines, ahead);
     const uint32_t column = l * kLineValues + part * 8;
     if (good && l < lines && column < n) {  // n and column are multiples of four
       uint32_t pair[4];
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) pair[i] = bf16_pair(sum[2 * i], sum[2 * i + 1]);
+      for (uint32_t i = 0; i < 4; ++i) pair[i] = bf16_pair_raw(sum[2 * i], sum[2 * i + 1]);
       const bool half = part == kLineLanes - 1 || column + 4 >= n;
       if (half) pair[2] = pair[3] = 0;
       squares += squares_of(pair);
@@ -245,18 +284,9 @@ __device__ uint32_t sum_tokens(const World& w, const Peer* peers, uint32_t lane,
       to[0] = pair[0] | uint64_t{pair[1]} << 32;
       if (!half) to[1] = pair[2] | uint64_t{pair[3]} << 32;
     }
-    base += kTeamGroups;
-    const bool whole = base >= lines;
-    const uint32_t next = whole ? token + step : token;
-    const uint32_t next_base = whole ? 0 : base;
-    if (next < end)
-      ask(peers, RankWalk(set(whole ? turn + 1 : turn), w.ranks), offset(next, next_base + group),
-          next_base + group < lines, ahead);
     if (!whole) continue;
-    const double total = sum_squares(squares, shared, turn);
-    const bool norm = call.norm && total != 0.0;
-    const double rstd = norm ? inverse_root(total * w.per_latent + static_cast<double>(w.shape.norm_eps)) : 1.0;
-    before |= put_row(row, out + uint64_t{token} * n, n, call, norm, rstd);
+    const SumCall how = call(token);  // what it reads has the time of the squares
+    before |= put_row(w, row, n, how, sum_squares(squares, shared, turn));
     squares = 0.0;
     base = 0;
     token = next;

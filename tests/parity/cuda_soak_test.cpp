@@ -154,31 +154,27 @@ class IdentitySoak {
   uint64_t calls_ = 0, elements_ = 0;
 };
 
-WorldOptions soak_options(const Shape& shape, uint32_t max_tokens) {
+WorldOptions soak_options(const Shape& shape, uint32_t max_tokens, uint32_t lanes = kLanes) {
   WorldOptions o;
   o.shape = shape;
   o.ranks = kRanks;
-  o.lanes = kLanes;
+  o.lanes = lanes;
   o.max_tokens = max_tokens;
   o.spin_us = 50;
   return test::on_gpus(o, test::gpus_to_use());
 }
 
-std::vector<std::unique_ptr<Engine>> all_engines(World& world) {
+std::vector<std::unique_ptr<Engine>> all_engines(World& world, uint32_t lanes = kLanes) {
   std::vector<std::unique_ptr<Engine>> engines;
   for (uint32_t rank = 0; rank < kRanks; ++rank)
-    for (uint32_t lane = 1; lane <= kLanes; ++lane) engines.push_back(world.engine(rank, lane));
+    for (uint32_t lane = 1; lane <= lanes; ++lane) engines.push_back(world.engine(rank, lane));
   return engines;
 }
 
-class CudaSoak : public test::GpuTest {};
-
-TEST_F(CudaSoak, IdentityCallsOfRanksOutOfStep) {
-  const char* asked = std::getenv("MOED_SOAK_CALLS");
-  const uint64_t calls = asked == nullptr ? 100'000 : std::strtoull(asked, nullptr, 10);
-  ASSERT_GT(calls, 0U) << "MOED_SOAK_CALLS has to be a number of calls";
-  World world(soak_options(soak_shape(), kMaxPiece));
-  const auto engines = all_engines(world);
+/// So many identity calls, from all lanes of both ranks at once.
+void soak(uint32_t lanes, uint64_t calls) {
+  World world(soak_options(soak_shape(), kMaxPiece, lanes));
+  const auto engines = all_engines(world, lanes);
   std::atomic<uint64_t> begun{0};
   std::atomic<uint64_t> right{0};
   std::atomic<uint64_t> elements{0};
@@ -203,6 +199,18 @@ TEST_F(CudaSoak, IdentityCallsOfRanksOutOfStep) {
               static_cast<unsigned long long>(elements), static_cast<double>(now_ns() - start) * 1e-9,
               test::gpus_to_use());
 }
+
+class CudaSoak : public test::GpuTest {};
+
+TEST_F(CudaSoak, IdentityCallsOfRanksOutOfStep) {
+  const char* asked = std::getenv("MOED_SOAK_CALLS");
+  const uint64_t calls = asked == nullptr ? 100'000 : std::strtoull(asked, nullptr, 10);
+  ASSERT_GT(calls, 0U) << "MOED_SOAK_CALLS has to be a number of calls";
+  soak(kLanes, calls);
+}
+
+/// 24 call lines: more sources may end while a serve loop closes than it has room to tell of at once.
+TEST_F(CudaSoak, ElevenLanes) { soak(11, 8'000); }
 
 TEST_F(CudaSoak, AThousandCallsOfExperts) {
   const Shape shape = make_shape(256, 256, 128, 32, 4);
