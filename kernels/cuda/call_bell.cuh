@@ -215,21 +215,20 @@ __device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBloc
     if (warp_lane() == 0) show(b.known, kHit);
     if (shared) tell_blocks(w, lane, b, turn);
     if (warp_lane() == 0) b.bell = rung.bell;
-  } else {
-    if (warp_lane() == 0) show(b.known, kOther);
-    if (warp_lane() == 0) b.told[turn % 2].seen = global_time();
-    wait_copies<0>();  // of another call
-    take_rung<Z>(w, s, lane, b, rung);
-  }
-  __syncwarp();
-  if (hit) {
+    __syncwarp();
     arrive_some(kGoBarrier, kLoopThreads);  // it needs nothing of the others
-  } else {
-    sync_some(kGoBarrier, kLoopThreads);
-    sync_some(kGoBarrier, kLoopThreads);
+    if (warp_lane() == 0) b.told[turn % 2].seen = global_time();
+    __syncwarp();
+    return;
   }
-  if (!hit && b.turn != 0 && b.refused == 0 && routes_alone<Z>(w, b)) fetch_routing<Z>(w, b, room, warp_lane(), 32);
-  if (hit && warp_lane() == 0) b.told[turn % 2].seen = global_time();
+  if (warp_lane() == 0) show(b.known, kOther);
+  if (warp_lane() == 0) b.told[turn % 2].seen = global_time();
+  wait_copies<0>();                     // of another call
+  sync_some(kGoBarrier, kLoopThreads);  // nobody goes by the ticket of the likely call any more
+  take_rung<Z>(w, s, lane, b, rung);
+  __syncwarp();
+  sync_some(kGoBarrier, kLoopThreads);
+  if (b.turn != 0 && b.refused == 0 && routes_alone<Z>(w, b)) fetch_routing<Z>(w, b, room, warp_lane(), 32);
   __syncwarp();
 }
 

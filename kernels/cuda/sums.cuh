@@ -175,11 +175,11 @@ __device__ inline uint32_t put_16(uint16_t* at, const ulonglong2& words, bool se
   return 0;
 }
 
-/// The same for 16 bytes that this thread has stored just now, as its neighbours have the rest of their line: a warp's
-/// stores to a line are one, so one addition of nothing a line comes back when all of it is there. An SM has one
-/// exchange a cycle, which for every thread's would be a quarter of a microsecond a row.
+/// The same for 16 bytes that this thread has stored just now, as its neighbours have the rest of their line: what
+/// eight lanes store to a line is one, so one addition of nothing by one of them comes back when all of it is there. An
+/// SM has one atomic a cycle, which for every thread's would be a quarter of a microsecond a row.
 __device__ inline uint32_t settle_line(uint16_t* at) {
-  const bool first = reinterpret_cast<uint64_t>(at) / 16 % kLineLanes == 0 || threadIdx.x % 32 == 0;
+  const bool first = reinterpret_cast<uint64_t>(at) / 16 % kLineLanes == 0 || threadIdx.x % kLineLanes == 0;
   return first ? fetch_add_u32(reinterpret_cast<uint32_t*>(at), 0) : 0;
 }
 

@@ -142,7 +142,8 @@ class Caller {
       std::vector<uint16_t> want = sample.want;
       if (flip && n == 1) want[*flip] ^= 0x40;
       copies_.to_gpu(want_at, want.data(), want.size() * 2);
-      const ArenaSlot slot = arena_slot(shape, 0, kTokens[n]);
+      ArenaSlot slot = arena_slot(shape, 0, kTokens[n]);
+      slot.out += n % 8 * 16;  // 16 bytes are all that out is aligned to; what is beyond is the unused `valid`
       auto* const out = reinterpret_cast<uint16_t*>(arena_.as<std::byte>() + at + slot.out);
       records.push_back({out, want_at, static_cast<uint32_t>(want.size() / 8), sample.flags != 0 ? 0 : kNormUlps});
       want_at += want.size();
