@@ -13,8 +13,9 @@ struct Rung {
 
 inline constexpr uint32_t kEagerPolls = 8;  ///< looks at the bell after a call before anything else is done: some 4 us
 
-/// The last warp waits for a bell; 0: none came, or a word says that the loop has to end. When none comes at once, the
-/// host is told of the last call as soon as all have answered it; else it is told during the next one.
+/// The last warp waits for a bell; 0: none came, or a word says that the loop has to end. When none comes at once, or
+/// the last call was the host's, the host is told of it as soon as all have answered; else it is told during the next
+/// one.
 __device__ inline Rung await_bell(const World& w, const LaneState& s, uint32_t n, CallBlock& b, Told& last) {
   const uint64_t until = b.take_until;
   const uint32_t lane = warp_lane();
@@ -24,11 +25,12 @@ __device__ inline Rung await_bell(const World& w, const LaneState& s, uint32_t n
                                : lane == 3 ? w.present
                                            : &s.checked;
   const auto before = static_cast<uint32_t>(((b.turn >> kTurnBits) - 1) * (gridDim.x - 1));
+  const uint32_t eager = b.last_bell == kHostBell ? 0 : kEagerPolls;
   uint32_t polls = 0;
   Rung before_it = {0, b.picture, b.all != 0 ? gridDim.x : 0};  // what the last look has shown beside a bell
   for (uint32_t base = 0;; base = base + 32 < w.ranks ? base + 32 : 0) {
     const uint32_t seen = load_u32(word);
-    const bool tells = last.open != 0 && ++polls > kEagerPolls;
+    const bool tells = last.open != 0 && ++polls > eager;
     const uint64_t found = tells ? ask_return(w, n, b, last, base) : 0;
     // What was asked for takes its time; meanwhile a data warp may see the likely bell.
     for (uint32_t i = 0; i < 8 && before_it.blocks == gridDim.x; ++i)
