@@ -234,22 +234,6 @@ __device__ void await_call(const World& w, LaneState& s, uint32_t lane, CallBloc
   __syncwarp();
 }
 
-/// Starts copying the first token's x, of which this thread's first 16 bytes are there.
-template <class Z>
-__device__ void start_input(const World& w, const Room& room, const std::byte* from) {
-#pragma unroll
-  for (uint32_t i = 0; i < 2; ++i) {
-    const uint32_t at = (team_thread() + i * kTeam) * 16;
-    if (at < Z::latent(w) * 2) copy_16(room.inputs + at, from + i * kTeam * 16, 16);
-  }
-#pragma unroll 1
-  for (uint32_t i = 2; i * kTeam * 16 < Z::latent(w) * 2; ++i) {
-    const uint32_t at = (team_thread() + i * kTeam) * 16;
-    if (at < Z::latent(w) * 2) copy_16(room.inputs + at, from + i * kTeam * 16, 16);
-  }
-  commit_copies();
-}
-
 /// Starts copying what the likely call needs first, x of the first token or what has to be routed, as soon as this warp
 /// sees the bell itself. False: something else has come, or it is not known what comes. The leading block's data warps.
 template <class Z>
@@ -257,17 +241,19 @@ __device__ bool start_early(const World& w, CallBlock& b, const Room& room) {
   const uint32_t likely = b.likely;
   const bool alone = routes_alone<Z>(w, b);
   if (likely == 0 || (alone && (b.first >= b.ticket.valid || (b.ticket.flags & kFlagWire) != 0))) return false;
-  const std::byte* const x = alone ? input_of<Z>(w, b, b.first).x + team_thread() * 16 : nullptr;
+  const TokenInput x = alone ? input_of<Z>(w, b, b.first) : TokenInput{};
   const uint32_t* const bell = &b.mailbox->bell;
   for (bool rung = false; !rung;) {
     rung = __any_sync(0xFFFFFFFFU, load_u32(bell) == likely) != 0;
     if (!rung && __any_sync(0xFFFFFFFFU, look(b.known) != 0) != 0) return false;
   }
   if (warp_lane() == 0) show(b.rung, 1U);
-  if (alone)
-    start_input<Z>(w, room, x);
-  else
+  if (!alone) {
     fetch_routing<Z>(w, b, room, threadIdx.x, kTeam);
+    return true;
+  }
+  fetch_input<Z>(w, {x.x, nullptr}, room.inputs);
+  commit_copies();
   return true;
 }
 

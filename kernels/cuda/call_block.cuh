@@ -13,8 +13,8 @@ inline constexpr uint32_t kLoopWords = kLoopTokens / 32;
 inline constexpr uint32_t kAlone = 64;       // slots that one warp routes while the others quantise
 inline constexpr uint32_t kManyBlocks = 16;  // of so many the leading one has no tokens of larger calls
 inline constexpr uint32_t kAllRouted = 255;
-inline constexpr uint32_t kGoBarrier = 2;  // behind it all warps know the call
-inline constexpr uint32_t kHit = 1, kOther = 2;
+inline constexpr uint32_t kGoBarrier = 2;        // behind it all warps know the call
+inline constexpr uint32_t kHit = 1, kOther = 2;  // CallBlock::known
 
 /// A call as its leading block will tell of it. The return lines of its ranks may come after its end: nothing but their
 /// times is missing then.
@@ -53,7 +53,7 @@ struct CallBlock {
   uint32_t likely;   // the bell of the call that is likely to come, whose ticket is here; 0: none
   uint32_t all;      // all blocks have begun
   uint32_t rung;     // a data warp has seen the bell of the likely call
-  uint32_t known;    // what has come is known: kHit: the likely call, else something else
+  uint32_t known;    // 0: what has come is not known; kHit: the likely call; kOther: something else
   uint32_t refused;  // not for the loop; known before the barrier behind which the call begins
   uint32_t bad;      // an id is out of range, or its rank not ready
   uint32_t cleared;  // call of the loop whose bell has been cleared
@@ -222,7 +222,7 @@ __device__ __noinline__ uint32_t zero_padding(const World& w, const CallBlock& b
 template <class Z>
 __device__ void sum_up(const World& w, uint32_t lane, CallBlock& b, const Room& room, uint8_t* routing, uint32_t each) {
   const CallTicket& t = b.ticket;
-  const bool settle = w.settle == kSettleExchange;
+  const bool settle = w.settle == kSettleConfirm;
   uint32_t before = sum_tokens<Z>(
       w, b.peer, lane, b.first, b.step, t.valid, reinterpret_cast<uint16_t*>(room.inputs), b.sums,
       [&](uint32_t i) -> const RankSet& { return ranks_of<Z>(w, routing + i * each); },

@@ -18,17 +18,18 @@ __device__ RawBytes raw_bytes(const World& w, const CallBlock& b) {
   return {slots * ((b.ticket.flags & kFlagIds64) != 0 ? 8 : 4),
           slots * ((b.ticket.flags & kFlagWeights16) != 0 ? 2 : 4)};
 }
-__device__ inline uint8_t* raw_weights(const Room& room, const RawBytes& bytes) {
-  return room.raw + (bytes.ids + 15) / 16 * 16;
-}
+/// Where the weights are in Room::raw.
+__device__ inline uint32_t weights_at(const RawBytes& bytes) { return (bytes.ids + 15) / 16 * 16; }
+__device__ inline uint8_t* raw_weights(const Room& room, const RawBytes& bytes) { return room.raw + weights_at(bytes); }
 
 /// A slot of what fetch_routing has brought.
 __device__ inline int64_t raw_id(const CallBlock& b, const Room& room, uint32_t i) {
   return (b.ticket.flags & kFlagIds64) != 0 ? reinterpret_cast<const int64_t*>(room.raw)[i]
                                             : int64_t{reinterpret_cast<const int32_t*>(room.raw)[i]};
 }
-/// The same as an expert: kNoExpert for an empty slot; what is out of range stays so.
+
 inline constexpr uint32_t kNoExpert = 0xFFFFFFFF;
+/// The same as an expert: kNoExpert for an empty slot; what is out of range stays so.
 __device__ inline uint32_t raw_expert(const CallBlock& b, const Room& room, uint32_t i) {
   if ((b.ticket.flags & kFlagIds64) == 0) return reinterpret_cast<const uint32_t*>(room.raw)[i];
   const uint2 id = reinterpret_cast<const uint2*>(room.raw)[i];

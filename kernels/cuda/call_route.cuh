@@ -35,7 +35,7 @@ __device__ SmallRouting small_routing(const World& w, const CallBlock& b) {
   const RawBytes bytes = raw_bytes<Z>(w, b);
   const uint32_t at = warp_lane() * 16;
   return {b.arena + b.ticket.ids + at, b.arena + b.ticket.weights + at, at < bytes.ids ? min(16U, bytes.ids - at) : 0,
-          at < bytes.weights ? min(16U, bytes.weights - at) : 0, (bytes.ids + 15) / 16 * 16};
+          at < bytes.weights ? min(16U, bytes.weights - at) : 0, weights_at(bytes)};
 }
 __device__ inline void fetch_small(const Room& room, const SmallRouting& r) {
   const uint32_t at = warp_lane() * 16;

@@ -28,6 +28,33 @@ __device__ inline bool empty(const RankSet& set) { return (set.word[0] | set.wor
 
 __device__ inline uint32_t saturated(uint64_t v) { return v < 0xFFFFFFFFULL ? static_cast<uint32_t>(v) : 0xFFFFFFFFU; }
 
+/// 16 bytes as four words, two BF16 values each, and back.
+__device__ inline void to_pairs(const ulonglong2& words, uint32_t (&pair)[4]) {
+  pair[0] = static_cast<uint32_t>(words.x);
+  pair[1] = static_cast<uint32_t>(words.x >> 32);
+  pair[2] = static_cast<uint32_t>(words.y);
+  pair[3] = static_cast<uint32_t>(words.y >> 32);
+}
+__device__ inline ulonglong2 from_pairs(const uint32_t (&pair)[4]) {
+  return {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32};
+}
+
+/// The greatest magnitude of eight BF16 values, as bits: above 0x7F80 there is a NaN.
+__device__ inline uint32_t greatest_of(const uint32_t (&pair)[4]) {
+  const uint32_t two = __vmaxu2(__vmaxu2(pair[0] & 0x7FFF7FFFU, pair[1] & 0x7FFF7FFFU),
+                                __vmaxu2(pair[2] & 0x7FFF7FFFU, pair[3] & 0x7FFF7FFFU));
+  return max(two & 0xFFFFU, two >> 16);
+}
+
+/// What bf16_pair_raw has made of NaNs becomes what bf16_pair makes of them. Rare.
+__device__ inline void settle_nans(uint32_t (&pair)[4]) {
+#pragma unroll
+  for (uint32_t& two : pair) {
+    if ((two & 0x7FFFU) > 0x7F80U) two = (two & 0xFFFF0000U) | 0x7FC0U;
+    if ((two >> 16 & 0x7FFFU) > 0x7F80U) two = (two & 0xFFFFU) | 0x7FC00000U;
+  }
+}
+
 /// Publishes 120 bytes of payload as one line: eight lanes call it together, each with its 16 bytes; the last lane's
 /// second word becomes the sequence.
 __device__ inline void store_line(std::byte* line, ulonglong2 words, uint64_t sequence) {

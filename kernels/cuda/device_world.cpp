@@ -58,7 +58,7 @@ World constants(const BackendOptions& o) {
   const bool drills = w.experts_delay_ns + w.send_delay_ns + w.call_delay_ns != 0;
   const bool many = uint64_t{w.ranks} * w.layout.lanes_all > kMostWatches;
   w.long_way = drills || many || o.tuning.long_way ? 1 : 0;
-  w.settle = o.tuning.unsettled ? kSettleNone : o.tuning.fence ? kSettleFence : kSettleExchange;
+  w.settle = o.tuning.unsettled ? kSettleNone : o.tuning.fence ? kSettleFence : kSettleConfirm;
   return w;
 }
 

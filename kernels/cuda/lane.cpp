@@ -300,11 +300,11 @@ void Lane::pump() {
   }
   if (const uint64_t handed = host_load(host().handed); handed != handed_) {
     handed_ = handed;
-    handed_at_ = now_ns();
+    handed_at_ = used_at_ = now_ns();
   }
   const bool unusual = handed_at_ != 0 && now_ns() < handed_at_ + kUnusual;
   const uint32_t loops = unusual ? 1 : kind_ == ArenaKind::gpu ? kLoops : kHostLoops;
-  if (running_ || unusual || now_ns() < used_at_ + kUsed) {
+  if (running_ || now_ns() < used_at_ + kUsed) {
     shop_.health.good(pass_.fill(kAhead, loops), "launch of the call pass");
   } else if (shop_.options.park) {
     if (!pass_.settled()) {

@@ -178,27 +178,11 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
   return v;
 }
 
-/// The same, but a NaN becomes 0x7FFF: for who looks for NaNs in several at once (settle_nans).
+/// The same, but a NaN becomes 0x7FFF: for who looks for NaNs in several at once (device.cuh).
 __device__ inline uint32_t bf16_pair_raw(float low, float high) {
   uint32_t v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
-}
-
-/// The greatest magnitude of eight BF16 values, as bits: above 0x7F80 there is a NaN.
-__device__ inline uint32_t greatest_of(const uint32_t (&pair)[4]) {
-  const uint32_t two = __vmaxu2(__vmaxu2(pair[0] & 0x7FFF7FFFU, pair[1] & 0x7FFF7FFFU),
-                                __vmaxu2(pair[2] & 0x7FFF7FFFU, pair[3] & 0x7FFF7FFFU));
-  return max(two & 0xFFFFU, two >> 16);
-}
-
-/// What bf16_pair_raw has made of NaNs becomes what bf16_pair makes of them. Rare.
-__device__ inline void settle_nans(uint32_t (&pair)[4]) {
-#pragma unroll
-  for (uint32_t& two : pair) {
-    if ((two & 0x7FFFU) > 0x7F80U) two = (two & 0xFFFF0000U) | 0x7FC0U;
-    if ((two >> 16 & 0x7FFFU) > 0x7F80U) two = (two & 0xFFFFU) | 0x7FC00000U;
-  }
 }
 
 /// Two neighbouring E4M3 codes of floats: nearest even, saturating. Only numbers.

@@ -52,11 +52,9 @@ __device__ inline Codes quantise_with_nans(const ulonglong2& x) {
 /// Eight BF16 values of x as eight codes; four neighbouring threads have a block of 32. Whole warps. The instruction
 /// rounds numbers as numbers.h does; `nan` is set where that is not enough.
 __device__ inline Codes quantise_8(const ulonglong2& x, bool& nan) {
-  const uint32_t pair[4] = {static_cast<uint32_t>(x.x), static_cast<uint32_t>(x.x >> 32), static_cast<uint32_t>(x.y),
-                            static_cast<uint32_t>(x.y >> 32)};
-  const uint32_t two = __vmaxu2(__vmaxu2(pair[0] & 0x7FFF7FFFU, pair[1] & 0x7FFF7FFFU),
-                                __vmaxu2(pair[2] & 0x7FFF7FFFU, pair[3] & 0x7FFF7FFFU));
-  uint32_t greatest = max(two & 0xFFFFU, two >> 16);
+  uint32_t pair[4];
+  to_pairs(x, pair);
+  uint32_t greatest = greatest_of(pair);
   greatest = max(greatest, __shfl_xor_sync(0xFFFFFFFFU, greatest, 1));
   greatest = max(greatest, __shfl_xor_sync(0xFFFFFFFFU, greatest, 2));
   nan = nan || greatest > 0x7F80U;

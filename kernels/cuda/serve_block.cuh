@@ -299,9 +299,7 @@ __device__ void send_row(const World& w, const Eye& eye, const Taken& taken, con
     }
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j)
-      if (l + j * step < lines)
-        store_line(first + (l + j * step) * kLineBytes,
-                   {pair[j][0] | uint64_t{pair[j][1]} << 32, pair[j][2] | uint64_t{pair[j][3]} << 32}, taken.sequence);
+      if (l + j * step < lines) store_line(first + (l + j * step) * kLineBytes, from_pairs(pair[j]), taken.sequence);
   }
 }
 

@@ -221,7 +221,7 @@ struct DeviceFault {
 inline constexpr uint32_t kServeRecords = 1024, kFaults = 64;
 
 /// How a call's out becomes visible before its done.
-inline constexpr uint32_t kSettleExchange = 0, kSettleFence = 1, kSettleNone = 2;
+inline constexpr uint32_t kSettleConfirm = 0, kSettleFence = 1, kSettleNone = 2;
 
 /// Host memory that the GPU writes. Every word has one writer.
 struct HostLane {

@@ -55,8 +55,8 @@ __device__ inline void ask(const Peer* peers, RankWalk walk, uint64_t offset, bo
 }
 
 __device__ inline void add_values(const ulonglong2& words, float (&sum)[8]) {
-  const uint32_t pair[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.x >> 32),
-                            static_cast<uint32_t>(words.y), static_cast<uint32_t>(words.y >> 32)};
+  uint32_t pair[4];
+  to_pairs(words, pair);
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     sum[2 * i] += float_of(pair[i] << 16);
@@ -142,28 +142,24 @@ __device__ inline double sum_squares(double v, SumShared& shared, uint32_t turn)
 
 /// Eight values times rstd. A row with a NaN has no rstd that FP32 holds, so there is none here.
 __device__ inline ulonglong2 scale_8(const ulonglong2& words, float rstd) {
-  const uint32_t v[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.x >> 32),
-                         static_cast<uint32_t>(words.y), static_cast<uint32_t>(words.y >> 32)};
   uint32_t pair[4];
+  to_pairs(words, pair);
 #pragma unroll
-  for (uint32_t i = 0; i < 4; ++i)
-    pair[i] = bf16_pair_raw(float_of(v[i] << 16) * rstd, float_of(v[i] & 0xFFFF0000U) * rstd);
-  return {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32};
+  for (uint32_t& two : pair) two = bf16_pair_raw(float_of(two << 16) * rstd, float_of(two & 0xFFFF0000U) * rstd);
+  return from_pairs(pair);
 }
 
 /// The same, then times gamma.
 __device__ inline ulonglong2 scale_8(const ulonglong2& words, float rstd, const uint16_t* gamma) {
-  const ulonglong2 by = *reinterpret_cast<const ulonglong2*>(gamma);
-  const uint32_t v[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.x >> 32),
-                         static_cast<uint32_t>(words.y), static_cast<uint32_t>(words.y >> 32)};
-  const uint32_t g[4] = {static_cast<uint32_t>(by.x), static_cast<uint32_t>(by.x >> 32), static_cast<uint32_t>(by.y),
-                         static_cast<uint32_t>(by.y >> 32)};
   uint32_t pair[4];
+  uint32_t by[4];
+  to_pairs(words, pair);
+  to_pairs(*reinterpret_cast<const ulonglong2*>(gamma), by);
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i)
-    pair[i] = bf16_pair(float_of(v[i] << 16) * rstd * float_of(g[i] << 16),
-                        float_of(v[i] & 0xFFFF0000U) * rstd * float_of(g[i] & 0xFFFF0000U));
-  return {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32};
+    pair[i] = bf16_pair(float_of(pair[i] << 16) * rstd * float_of(by[i] << 16),
+                        float_of(pair[i] & 0xFFFF0000U) * rstd * float_of(by[i] & 0xFFFF0000U));
+  return from_pairs(pair);
 }
 
 /// Stores 16 bytes of out. What it returns is known, where `settle` is set, when they are in the L2, where every
@@ -197,8 +193,7 @@ static __device__ __noinline__ uint32_t put_row_slowly(const uint16_t* row, uint
       const uint32_t bits = bf16_pair(static_cast<float>(v * rstd * g), 0.0F) & 0xFFFFU;
       pair[i / 2] = i % 2 == 0 ? bits : pair[i / 2] | bits << 16;
     }
-    before |=
-        put_16(call.out + p * 8, {pair[0] | uint64_t{pair[1]} << 32, pair[2] | uint64_t{pair[3]} << 32}, call.settle);
+    before |= put_16(call.out + p * 8, from_pairs(pair), call.settle);
   }
   return before;
 }

@@ -209,7 +209,7 @@ TEST_F(CudaSoak, IdentityCallsOfRanksOutOfStep) {
   soak(kLanes, calls);
 }
 
-/// 24 call lines: more sources may end while a serve loop closes than it has room to tell of at once.
+/// 24 call lines: the blocks that follow in a serve loop watch them in two groups.
 TEST_F(CudaSoak, ElevenLanes) { soak(11, 8'000); }
 
 TEST_F(CudaSoak, AThousandCallsOfExperts) {
