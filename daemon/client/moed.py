@@ -224,23 +224,24 @@ class Lane:
 
     def detach(self):
         """Gives the lane back; a call in flight is given up. Arrays of its slots read zeros from then on."""
-        if not self._lock.acquire(timeout=1):
-            raise RuntimeError("this lane is in use by another thread: detach it when that has ended")
-        try:
+        end = time.monotonic() + 1
+        while self._lock.locked() and time.monotonic() < end:
+            time.sleep(0.001)
+        with self._alone("detach it when that has ended"):
             self.__del__()
-        finally:
-            self._lock.release()
+
+    def _alone(self, otherwise):
+        """The lane's lock, to be taken by `with`: Ctrl-C after acquire() returned and before `try` would keep it."""
+        if self._lock.locked():
+            raise RuntimeError(f"this lane is in use by another thread: {otherwise}")
+        return self._lock  # two threads that both came so far go one after the other
 
     def _do(self, function, *arguments):
         """Runs a function of libmoed on this lane."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this lane is in use by another thread: attach one lane per thread")
-        try:
+        with self._alone("attach one lane per thread"):
             if self._handle is None:
                 raise Error(Status.DAEMON_LOST, "this lane is detached: attach again")
             return function(self._handle, *arguments)
-        finally:
-            self._lock.release()
 
     def _checked(self, function, *arguments):
         self._raise(self._do(function, *arguments), None)

@@ -180,6 +180,26 @@ print(x[0], other[3])
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertEqual(self.daemon.wait_lanes([]), [])
 
+    def test_an_interrupt_anywhere_leaves_the_lane_usable(self):
+        done = python("""
+import random, signal, sys, moed
+def interrupt(*_):
+    raise KeyboardInterrupt
+lane, interrupted = moed.attach(sys.argv[1]), 0
+signal.signal(signal.SIGALRM, interrupt)
+for _ in range(3000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 60e-6))
+        while True:
+            lane.prepare(1, 0)
+    except KeyboardInterrupt:
+        interrupted += 1
+print(interrupted, lane.call(layer=1, tokens=0).status)
+lane.detach()
+""", self.daemon.socket)
+        self.assertEqual((done.stdout.split(), done.stderr), (["3000", "0"], ""))
+        self.assertEqual(self.daemon.wait_lanes([]), [])
+
     def test_nothing_grows(self):
         def held():
             with open("/proc/self/maps", encoding="utf-8") as f:
