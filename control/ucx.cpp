@@ -7,10 +7,12 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/post.hpp>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <stdexcept>
+#include <thread>
 
 namespace moed::control {
 namespace {
@@ -19,6 +21,8 @@ namespace asio = boost::asio;
 
 constexpr unsigned kMessage = 1;    // the one active message: ours are told apart by their header
 constexpr int kProgressBurst = 64;  // turns of UCX before Asio has its turn
+// What is queued when the worker ends has so long to go.
+constexpr std::chrono::milliseconds kFlushTime{100};
 
 void check(ucs_status_t status, const char* step) {
   if (status != UCS_OK) throw std::runtime_error(std::string("ucx: ") + step + ": " + ucs_status_string(status));
@@ -40,9 +44,11 @@ class UcxWorker::Impl {
     endpoints_.clear();
     for (int i = 0; i < 10'000 && ucp_worker_progress(worker_) != 0; ++i) {
     }
+    const bool empty = flush();
     if (events_.is_open()) events_.release();  // UCX owns the descriptor
-    if (worker_ != nullptr) ucp_worker_destroy(worker_);
-    if (context_ != nullptr) ucp_cleanup(context_);
+    if (!empty) return;                        // better never freed than aborted
+    ucp_worker_destroy(worker_);
+    ucp_cleanup(context_);
   }
 
   const std::vector<uint8_t>& address() const { return address_; }
@@ -148,8 +154,9 @@ class UcxWorker::Impl {
 
   static ucs_status_t received(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
                                const ucp_am_recv_param_t* parameters) {
-    if ((parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 || bytes > kMaxBody)
-      return UCS_OK;  // not one of ours
+    const bool ours = (parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0 && bytes <= kMaxBody;
+    // While the worker ends, whom a message would be handed to may be gone.
+    if (!ours || !*static_cast<Impl*>(self)->alive_) return UCS_OK;
     static_cast<Impl*>(self)->handlers_.message({static_cast<const uint8_t*>(header), header_bytes},
                                                 {static_cast<const uint8_t*>(data), bytes});
     return UCS_OK;
@@ -183,6 +190,22 @@ class UcxWorker::Impl {
     for (int i = 0; UCS_PTR_IS_PTR(request) && i < 10'000 && ucp_request_check_status(request) == UCS_INPROGRESS; ++i)
       ucp_worker_progress(worker_);
     if (UCS_PTR_IS_PTR(request)) ucp_request_free(request);
+  }
+
+  /// Sends what is queued: UCX's own answer to a peer that is just connecting, with which in its queue a worker that is
+  /// destroyed aborts the process (before UCX 1.14, which has openucx commit 9ccaf31). False: it did not go in time.
+  bool flush() {
+    const auto until = std::chrono::steady_clock::now() + kFlushTime;
+    const ucp_request_param_t parameters{};
+    for (;;) {
+      void* request = ucp_worker_flush_nbx(worker_, &parameters);
+      if (!UCS_PTR_IS_PTR(request)) return true;
+      while (ucp_request_check_status(request) == UCS_INPROGRESS && std::chrono::steady_clock::now() < until)
+        if (ucp_worker_progress(worker_) == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      const bool gone = ucp_request_check_status(request) != UCS_INPROGRESS;
+      ucp_request_free(request);
+      if (!gone) return false;
+    }
   }
 
   /// Lets the worker run soon: whatever was asked of it outside its own callbacks disarms its descriptor.

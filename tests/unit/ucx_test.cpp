@@ -80,6 +80,24 @@ TEST(Ucx, MessagesArriveWholeAndInOrderBothWays) {
   EXPECT_TRUE(a.failed.empty() && b.failed.empty());
 }
 
+TEST(Ucx, AWorkerEndsAtAnyMomentOfAConnectionInTheMaking) {
+  for (int turns = 0; turns < 120; ++turns) {
+    boost::asio::io_context ours;
+    boost::asio::io_context theirs;
+    auto a = std::make_unique<Node>(ours);
+    Node b(theirs);
+    const auto to_a = join(b, *a);
+    ASSERT_TRUE(b.worker.send(to_a, numbered(1, 40), {}));
+    if (turns % 2 == 1) join(*a, b);
+    for (int i = 0; i < turns / 4; ++i) {
+      theirs.run_for(200us);
+      ours.run_for(200us);
+    }
+    theirs.run_for(1ms);
+    a.reset();  // UCX may be about to answer b, or just have begun to
+  }
+}
+
 TEST(Ucx, AnEndThatGoesIsNoticedOnce) {
   boost::asio::io_context io;
   Node a(io);
