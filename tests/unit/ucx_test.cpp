@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/lsan_interface.h>
+#endif
 #include <sys/socket.h>
 
 #include <utility>
@@ -81,6 +84,9 @@ TEST(Ucx, MessagesArriveWholeAndInOrderBothWays) {
 }
 
 TEST(Ucx, AWorkerEndsAtAnyMomentOfAConnectionInTheMaking) {
+#ifdef __SANITIZE_ADDRESS__
+  const __lsan::ScopedDisabler begun;  // of some endpoints that UCX has begun then, it leaks 56 bytes each (1.13)
+#endif
   for (int turns = 0; turns < 120; ++turns) {
     boost::asio::io_context ours;
     boost::asio::io_context theirs;
