@@ -195,17 +195,20 @@ class UcxWorker::Impl {
   /// Sends what is queued: UCX's own answer to a peer that is just connecting, with which in its queue a worker that is
   /// destroyed aborts the process (before UCX 1.14, which has openucx commit 9ccaf31). False: it did not go in time.
   bool flush() {
-    const auto until = std::chrono::steady_clock::now() + kFlushTime;
     const ucp_request_param_t parameters{};
-    for (;;) {
-      void* request = ucp_worker_flush_nbx(worker_, &parameters);
-      if (!UCS_PTR_IS_PTR(request)) return true;
-      while (ucp_request_check_status(request) == UCS_INPROGRESS && std::chrono::steady_clock::now() < until)
-        if (ucp_worker_progress(worker_) == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
-      const bool gone = ucp_request_check_status(request) != UCS_INPROGRESS;
+    void* request = ucp_worker_flush_nbx(worker_, &parameters);
+    for (const auto until = std::chrono::steady_clock::now() + kFlushTime; UCS_PTR_IS_PTR(request);) {
+      if (ucp_request_check_status(request) != UCS_INPROGRESS) {
+        ucp_request_free(request);
+        request = ucp_worker_flush_nbx(worker_, &parameters);  // something may have come meanwhile
+      } else if (ucp_worker_progress(worker_) == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      if (std::chrono::steady_clock::now() < until || !UCS_PTR_IS_PTR(request)) continue;
       ucp_request_free(request);
-      if (!gone) return false;
+      return false;
     }
+    return true;
   }
 
   /// Lets the worker run soon: whatever was asked of it outside its own callbacks disarms its descriptor.
